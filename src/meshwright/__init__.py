@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from meshwright import testing
     from meshwright import torch as torch
-    from meshwright.api import train
+    from meshwright.api import plan, prove, train
     from meshwright.audits import Audit, audit
     from meshwright.errors import MeshwrightError
     from meshwright.layouts import (
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from meshwright.machines import CHIPS, Chip, Machine
     from meshwright.meshes import MachineMesh, MeshSpec, mesh, tile_mesh
     from meshwright.models import LoraConfig, load_hf, save_hf
-    from meshwright.planner import Plan, plan
-    from meshwright.proofs import Proof, prove
+    from meshwright.planner import Plan, ProgramPlan
+    from meshwright.proofs import ProgramProof, Proof
     from meshwright.serving import EngineConfig, LanguageModel, ServeConfig, export, load, serve
     from meshwright.training import TrainConfig
 
@@ -49,16 +49,16 @@ __version__ = "0.1.0"
 __all__ = [
     "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel",
     "Layout", "LoraConfig", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal",
-    "PathRules", "Plan", "Proof", "Rules", "ServeConfig", "TrainConfig", "audit", "create",
-    "explain", "export", "layout_tree", "load", "load_hf", "mesh", "optimizer_layouts", "plan",
-    "prove", "save_hf", "serve", "shard", "sharding", "shardings", "standard_rules", "testing",
-    "tile_mesh", "train",
+    "PathRules", "Plan", "ProgramPlan", "ProgramProof", "Proof", "Rules", "ServeConfig",
+    "TrainConfig", "audit", "create", "explain", "export", "layout_tree", "load", "load_hf",
+    "mesh", "optimizer_layouts", "plan", "prove", "save_hf", "serve", "shard", "sharding",
+    "shardings", "standard_rules", "testing", "tile_mesh", "train",
 ]  # fmt: skip
 
 # All is loaded when it is first asked for: `import meshwright` takes no time, so that the command
 # line can take care of Ctrl-C before jax is imported, and audit and plan need all models and ops.
 _MODULES = {
-    "meshwright.api": ("train",),
+    "meshwright.api": ("plan", "prove", "train"),
     "meshwright.audits": ("Audit", "audit"),
     "meshwright.errors": ("MeshwrightError",),
     "meshwright.layouts": (
@@ -68,8 +68,8 @@ _MODULES = {
     "meshwright.machines": ("CHIPS", "Chip", "Machine"),
     "meshwright.meshes": ("MachineMesh", "MeshSpec", "mesh", "tile_mesh"),
     "meshwright.models": ("LoraConfig", "load_hf", "save_hf"),
-    "meshwright.planner": ("Plan", "plan"),
-    "meshwright.proofs": ("Proof", "prove"),
+    "meshwright.planner": ("Plan", "ProgramPlan"),
+    "meshwright.proofs": ("ProgramProof", "Proof"),
     "meshwright.serving": (
         "EngineConfig", "LanguageModel", "ServeConfig", "export", "load", "serve",
     ),

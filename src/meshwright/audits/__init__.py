@@ -26,6 +26,7 @@ from meshwright.audits.text import (
     replicated_table,
     row_line,
     rows_table,
+    short_source,
     sums_table,
 )
 
@@ -40,7 +41,8 @@ __all__ = [
     "axes_between",
     "buffers_table", "collectives", "expected_of", "expected_of_step", "headline", "instructions",
     "jax_stage", "judged", "marks", "merged", "objections", "part_of_axes", "print_table",
-    "read_program", "replica_groups", "replicated_table", "row_line", "rows_table", "sums_table",
+    "read_program", "replica_groups", "replicated_table", "row_line", "rows_table", "short_source",
+    "sums_table",
     "trip_count", "wire_bytes",
 ]  # fmt: skip
 

@@ -75,7 +75,7 @@ many replicas of which machine serve a load, how long clients wait, and what it 
   --failures X         of a chip, a day (default 0.00047: Llama 3 405B's on H100)
   --restart 10m        from a failure until steps are taken again
   --checkpoint-write X bytes a second that a chip writes to the store (default 1.2e8)
-  --top N              meshes to list (default 8)
+  --top N              meshes to list (default 8), or machines (default: all)
   --refused            list every refused mesh with the reason
   --explain MESH       explain one mesh: every formula with its numbers
   --json               print JSON, which `meshwright prove --plan FILE` reads
@@ -113,7 +113,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     if requests is not None:
         if html is not None or shown is not None or curves:
             raise MeshwrightError("--requests has no --html, --explain or --curve")
-        _serve_load(words, names, catalogue, requests, as_json=as_json)
+        _check_refused(refused)
+        _serve_load(words, names, catalogue, requests, as_json=as_json, top=top)
         return
     for flag in _OF_LOADS:
         if flag in words:
@@ -122,7 +123,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     if len(names) > 1 or questions or names[0] == "any" or catalogue.chip(names[0]) is not None:
         if html is not None or shown is not None:
             raise MeshwrightError("--html and --explain are of one machine with a size")
-        _compare(words, names, catalogue, run, as_json=as_json, curves=curves)
+        _check_refused(refused)
+        _compare(words, names, catalogue, run, as_json=as_json, curves=curves, top=top)
         return
     ranking = _ranking(words, Machine.parse(on, catalogue.own), catalogue, run)
     from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
@@ -145,6 +147,14 @@ def plan_command(arguments: Sequence[str]) -> None:
             from meshwright.planner.report import curve_lines
 
             console.print("", *curve_lines(points, console.width), sep="\n")
+
+
+def _check_refused(given: bool) -> None:
+    if given:
+        raise MeshwrightError(
+            "--refused lists meshes of one machine with a size; of several, every machine that is "
+            "refused is listed anyway"
+        )
 
 
 def _read(words: list[str], flag: str, read: Callable[[str], float]) -> float | None:
@@ -230,6 +240,7 @@ def _compare(
     *,
     as_json: bool,
     curves: bool,
+    top: int | None,
 ) -> None:
     """Print machines compared."""
     if run is None and "--serve" in words:
@@ -258,12 +269,13 @@ def _compare(
         print(json.dumps(comparison_data(found, points)))
         return
     console = Console()
-    console.print(comparison_report(found, console.width, points))
+    console.print(comparison_report(found, console.width, points, top=top))
 
 
 def _serve_load(
-    words: list[str], names: list[str], catalogue: Catalogue, requests: float, *, as_json: bool
-) -> None:
+    words: list[str], names: list[str], catalogue: Catalogue, requests: float, *, as_json: bool,
+    top: int | None,
+) -> None:  # fmt: skip
     """Print deployments for a load."""
     if not take_switch(words, "--serve"):
         raise MeshwrightError("--requests is of serving: add --serve")
@@ -283,7 +295,6 @@ def _serve_load(
             raise MeshwrightError(f"{flag} does not go with --requests; leave it out")
     config, named = _config(words, catalogue, None, needs_size=False)
     from meshwright.planner import (
-        BATCHES,
         Load,
         check_kind,
         constraints_of,
@@ -298,13 +309,13 @@ def _serve_load(
     limits = constraints_of(config, named, mesh)
     offers = deployments(
         config, machines_named(names, catalogue), load, limits, catalogue=catalogue,
-        batches=BATCHES if batch is None else (batch,), weights=weights, cache=cache,
+        batches=None if batch is None else (batch,), weights=weights, cache=cache,
     )  # fmt: skip
     if as_json:
         print(json.dumps(load_data(offers)))
         return
     console = Console()
-    console.print(load_report(offers, console.width))
+    console.print(load_report(offers, console.width, top=top))
 
 
 def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:

@@ -21,7 +21,7 @@ from meshwright.machines import Machine
 from meshwright.planner import Plan, StepModel, Workload, apply, memory, planned
 from meshwright.planner.report import read_plan
 from meshwright.present import Column, Row, aligned, bytes_text, count
-from meshwright.proofs import Comparison, Proof, compare, expected, prove
+from meshwright.proofs import Comparison, Proof, compare, comparison_table, expected, prove
 from meshwright.training import AUTO, TrainConfig, training_spec
 
 HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
@@ -189,15 +189,9 @@ def _print(
 
 
 def print_comparison(console: Console, compared: Sequence[Comparison]) -> None:
-    if not compared:
-        return
-    lines = []
-    for number in compared:
-        off = "" if number.off is None else f"{100 * number.off:+.1f}%"
-        sizes = (bytes_text(int(size)) for size in (number.planned, number.compiled))
-        lines.append(Row((number.what, *sizes, off)))
-    columns = [Column("", right=False), *map(Column, ("plan", "compiler", "off"))]
-    console.print(*aligned(columns, lines, console.width), sep="\n")
+    if compared:
+        columns, rows = comparison_table(compared)
+        console.print(*aligned(columns, rows, console.width), sep="\n")
 
 
 def headline(model: str, proof: Proof) -> str:

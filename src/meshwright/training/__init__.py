@@ -47,6 +47,7 @@ from meshwright.training.setup import (
     with_commits,
 )
 from meshwright.training.state import TrainState, new_state
+from meshwright.training.step import check_balance
 from meshwright.training.tpu import overlap_choice, overlap_text
 from meshwright.training.trainable import trained_text
 from meshwright.training.work import StepWork, frozen_weights
@@ -54,7 +55,8 @@ from meshwright.training.work import StepWork, frozen_weights
 __all__ = [
     "AUTO", "DPO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "DpoConfig",
     "Loop", "Memory", "Sample", "Say", "StepWork", "TorchConfig", "TrainConfig", "TrainState",
-    "abstract_step", "accepted_meshes", "by_target", "check_base", "check_capacity", "check_fp8",
+    "abstract_step", "accepted_meshes", "by_target", "check_balance", "check_base",
+    "check_capacity", "check_fp8",
     "check_length", "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
     "checkpoint_settings", "chip_peak_flops", "choose_rules", "config_from_dict",
     "config_from_file", "config_to_dict", "field_lengths", "file_rules", "frozen_weights",
