@@ -3,7 +3,7 @@
 pack -> TokenStore -> Mixture -> Loader; the batch of a step is a pure function of the step.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.data.check import check_data
 from meshwright.data.conversations import FORMATS
@@ -49,6 +49,7 @@ from meshwright.data.tokenizers import (
     tokenizer_folder,
     tokenizer_from_json,
 )
+from meshwright.lazy import import_when_used
 
 if TYPE_CHECKING:
     from meshwright.data.chat_templates import ChatTemplate, load_chat_template, special_tokens
@@ -65,11 +66,4 @@ __all__ = [
     "upgrade", "with_sources",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """What needs jinja2 is imported when it is used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from meshwright.data import chat_templates
-
-    return getattr(chat_templates, name)
+import_when_used(__name__)

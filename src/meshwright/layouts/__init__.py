@@ -1,6 +1,6 @@
 """The notation: expressions, path rules and logical rules, which all give a Layout."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.layouts.arrays import ArraySpec, is_abstract
 from meshwright.layouts.decide import decide, layout_tree
@@ -12,6 +12,7 @@ from meshwright.layouts.path_rules import PathMatcher, PathRules
 from meshwright.layouts.resolve import resolve
 from meshwright.layouts.trainable import select_trainable
 from meshwright.layouts.trees import path_text, tree_paths
+from meshwright.lazy import import_when_used
 
 if TYPE_CHECKING:
     from meshwright.layouts.jax_arrays import (
@@ -35,11 +36,4 @@ __all__ = [
     "standard_rules", "stored", "tree_paths",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """What needs jax is imported when it is used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from meshwright.layouts import jax_arrays
-
-    return getattr(jax_arrays, name)
+import_when_used(__name__)

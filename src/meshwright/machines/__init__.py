@@ -1,7 +1,8 @@
 """Hardware: chips with sourced figures and prices, slices, hosts; by name, or from jax."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshwright.lazy import import_when_used
 from meshwright.machines.catalogue import Catalogue, read_catalogue
 from meshwright.machines.chips import CHIPS, FIGURES, Chip, find_chip
 from meshwright.machines.host_memory import check_host_memory, free_host_memory
@@ -20,11 +21,4 @@ __all__ = [
     "host_bytes", "larger", "machine_sizes", "read_catalogue", "slice_of",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """What needs jax is imported when it is used."""
-    if name != "host_bytes":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from meshwright.machines import jax_devices
-
-    return getattr(jax_devices, name)
+import_when_used(__name__)

@@ -27,8 +27,9 @@ from meshwright.models.huggingface import (
     save_folder,
     short,
 )
-from meshwright.models.lora import ADAPTER, LoraConfig, with_adapter
+from meshwright.models.lora import ADAPTER, with_adapter
 from meshwright.models.safetensors_read import MappedFiles, read_header
+from meshwright.models.settings import LoraConfig
 from meshwright.models.t5.family import T5
 from meshwright.models.torch_only import TORCH_ONLY
 from meshwright.models.work import Experts

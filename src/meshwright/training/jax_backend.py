@@ -34,7 +34,7 @@ from meshwright.models import ADAPTER, OFFLOAD
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.abstract_step import AbstractStep
 from meshwright.training.backend import Backend, Say
-from meshwright.training.config import TrainConfig
+from meshwright.training.config import AUTO, TrainConfig
 from meshwright.training.exchange import load_pieces
 from meshwright.training.loop import Loop, check_run_folder, supervised
 from meshwright.training.prepare import bytes_per_device, prepare
@@ -52,8 +52,6 @@ from meshwright.training.state import (
 from meshwright.training.tpu import overlap_text
 from meshwright.training.trainable import trained_part, trained_text
 from meshwright.training.weights import start_weights
-
-AUTO = "auto"  # a mesh that is chosen once the devices are known
 
 
 class Sampler(Protocol):

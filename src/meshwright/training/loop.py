@@ -28,9 +28,8 @@ from meshwright.launch import (
 from meshwright.models import model_to_dict
 from meshwright.present import count, mesh_text
 from meshwright.training.backend import Backend
-from meshwright.training.config import LATEST, NONE, TrainConfig, config_to_dict
-from meshwright.training.dpo import DPO
-from meshwright.training.optimizer import DEFAULT_WARMUP
+from meshwright.training.config import DPO, LATEST, NONE, TrainConfig, config_to_dict
+from meshwright.training.optimizer_config import DEFAULT_WARMUP
 from meshwright.training.resume import check_resume, resume_command, resume_step
 from meshwright.training.run import (
     LiveLine,
