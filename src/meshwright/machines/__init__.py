@@ -5,20 +5,22 @@ from typing import TYPE_CHECKING
 from meshwright.lazy import import_when_used
 from meshwright.machines.catalogue import Catalogue, read_catalogue
 from meshwright.machines.chips import CHIPS, FIGURES, Chip, find_chip
+from meshwright.machines.cloud_names import INSTANCES
 from meshwright.machines.host_memory import check_host_memory, free_host_memory
 from meshwright.machines.machine import AbstractDevice, Machine
 from meshwright.machines.prices import PRICES, Price
 from meshwright.machines.recognize import chip_of_kind, slice_of
 from meshwright.machines.sizes import larger, machine_sizes
-from meshwright.machines.slices import check_slice
+from meshwright.machines.slices import check_slice, slice_shapes
 
 if TYPE_CHECKING:
     from meshwright.machines.jax_devices import host_bytes
 
 __all__ = [
-    "CHIPS", "FIGURES", "PRICES", "AbstractDevice", "Catalogue", "Chip", "Machine", "Price",
-    "check_host_memory", "check_slice", "chip_of_kind", "find_chip", "free_host_memory",
-    "host_bytes", "larger", "machine_sizes", "read_catalogue", "slice_of",
+    "CHIPS", "FIGURES", "INSTANCES", "PRICES", "AbstractDevice", "Catalogue", "Chip", "Machine",
+    "Price", "check_host_memory", "check_slice", "chip_of_kind", "find_chip",
+    "free_host_memory", "host_bytes", "larger", "machine_sizes", "read_catalogue", "slice_of",
+    "slice_shapes",
 ]  # fmt: skip
 
 import_when_used(__name__)

@@ -1,12 +1,14 @@
 """The model families, and models by name, by file and by config."""
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from meshwright.arithmetic import first_repeated
@@ -49,6 +51,17 @@ def experts_of(model: Any) -> Experts | None:
     """Those of its layers, if they have some."""
     blocks = [block for stack in family_of(model).work(model) for block in stack.blocks]
     return next((block.experts for block in blocks if block.experts), None)
+
+
+def parameter_counts(config: Any) -> tuple[int, int]:
+    """Parameters of a model, and those that a token meets: of experts, its own."""
+    arrays = jax.tree.leaves(abstract_arrays(config))
+    total = sum(math.prod(spec.shape) for spec in arrays)
+    experts = experts_of(config)
+    if experts is None:
+        return total, total
+    of_experts = sum(math.prod(spec.shape) for spec in arrays if spec.kind == "expert")
+    return total, total - of_experts * (experts.count - experts.per_token) // experts.count
 
 
 def layer_count(config: Any) -> int:
