@@ -1,12 +1,14 @@
 """`meshwright train`: settings from the command line and from a file, then the loop."""
 
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshwright.cli.flags import named_settings, take
 from meshwright.cli.parser import read
 from meshwright.errors import MeshwrightError
+from meshwright.files import print_line
 from meshwright.training import TrainConfig, config_from_file
 
 HELP = """Train a language model on any mesh.
@@ -25,8 +27,13 @@ MOST_USED = (
 
 def train_command(arguments: Sequence[str]) -> None:
     config = settings(arguments)
+    # jax takes a second or more to import: say so before anyone wonders
+    slow = threading.Timer(1.0, lambda: print_line(f"{config.model}: importing jax …", sys.stderr))
+    slow.daemon = True
+    slow.start()
     from meshwright.api import train  # imports what plans and compiles
 
+    slow.cancel()
     train(config, words=arguments, named=named_settings(arguments))
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from meshwright.training.same_settings import check_same_settings
     from meshwright.training.setup import (
         accepted_meshes,
-        check_capacity,
+        check_experts,
         check_fp8,
         check_length,
         check_sizes,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AUTO", "DPO", "LARGEST_COUNT", "NONE", "AbstractStep", "Backend", "ComputeConfig", "DpoConfig",
     "Loop", "Memory", "Sample", "Say", "StepWork", "TorchConfig", "TrainConfig", "TrainState",
-    "abstract_step", "accepted_meshes", "by_target", "check_base", "check_capacity", "check_fp8",
+    "abstract_step", "accepted_meshes", "by_target", "check_base", "check_experts", "check_fp8",
     "check_length", "check_run_folder", "check_same_settings", "check_sizes", "check_trackers",
     "checkpoint_settings", "chip_peak_flops", "choose_rules", "config_from_dict",
     "config_from_file", "config_to_dict", "field_lengths", "file_rules", "frozen_weights",

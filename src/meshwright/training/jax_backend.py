@@ -84,7 +84,9 @@ def train(
     if config.mesh == AUTO and choose is None:
         raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     joined = join(config.coordinator, config.processes, config.process_id)
-    if jax.default_backend() != "cpu":
+    with waiting_line("starting the devices", shown=joined.process_id == 0, at_once=False):
+        platform = jax.default_backend()
+    if platform != "cpu":
         keep_compiled_programs()
     store = coordinator_store()
     with supervised(config, joined, store) as (stop, watchdog):

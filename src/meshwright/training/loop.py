@@ -157,7 +157,7 @@ class Loop:
             )
             if self.saved is not None:
                 log.note(first, "resumed", mesh=mesh_text(self.backend.mesh_shape))
-            live = stack.enter_context(LiveLine(config.steps, shown=self.speaks))
+            live = stack.enter_context(LiveLine(config.steps, shown=self.speaks, first=first))
             last = self._steps(first, log, live)
             live.finish()
             self._save_for_good(last, live)
