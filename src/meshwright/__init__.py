@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         PathRules,
         Rules,
         create,
+        einshard,
         explain,
         layout_tree,
         optimizer_layouts,
@@ -50,9 +51,9 @@ __all__ = [
     "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel",
     "Layout", "LoraConfig", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal",
     "PathRules", "Plan", "Proof", "Rules", "ServeConfig", "TrainConfig", "audit", "create",
-    "explain", "export", "layout_tree", "load", "load_hf", "mesh", "optimizer_layouts", "plan",
-    "prove", "save_hf", "serve", "shard", "sharding", "shardings", "standard_rules", "testing",
-    "tile_mesh", "train",
+    "einshard", "explain", "export", "layout_tree", "load", "load_hf", "mesh",
+    "optimizer_layouts", "plan", "prove", "save_hf", "serve", "shard", "sharding", "shardings",
+    "standard_rules", "testing", "tile_mesh", "train",
 ]  # fmt: skip
 
 # All is loaded when it is first asked for: `import meshwright` takes no time, so that the command

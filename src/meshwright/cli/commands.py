@@ -102,7 +102,7 @@ def _run(arguments: list[str]) -> None:
     if name is None:
         return
     # here, since they take as long to import as all of this
-    from meshwright.cli.flags import check_given_once
+    from meshwright.cli.flags import check_given_once, name_axes
     from meshwright.cli.jax_log import shorten_plugin_errors
     from meshwright.cli.other_systems import check_flags
     from meshwright.cli.parser import read
@@ -110,6 +110,7 @@ def _run(arguments: list[str]) -> None:
     shorten_plugin_errors()
     check_given_once(words)
     if name in WITH_MESH:
+        words = name_axes(words)
         check_flags(name, words)
     command = COMMANDS[name]
     module = importlib.import_module(f"meshwright.cli.{command.module or name}")

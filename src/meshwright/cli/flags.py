@@ -137,6 +137,19 @@ def take_integer(words: list[str], flag: str, least: int = 0) -> int | None:
     return number
 
 
+def name_axes(words: list[str]) -> list[str]:
+    """The words with `--axes dp,tp` put into the mesh: `--mesh 8,32` is dp=8,tp=32."""
+    if not any(word.partition("=")[0] == "--axes" for word in words):
+        return words
+    rest = list(words)
+    axes, mesh = take(rest, "--axes"), take(rest, "--mesh")
+    if mesh is None:
+        raise MeshwrightError(f"--axes {axes} names the sizes of --mesh; give it, as in --mesh 8,4")
+    from meshwright.meshes import MeshSpec
+
+    return [*rest, "--mesh", str(MeshSpec.parse(mesh, axes=str(axes).split(",")).by_role())]
+
+
 def simulate(devices: int | None) -> None:
     """Prepare jax for CPU devices, `devices` of them if it is a number."""
     from meshwright.launch import make_room_for_cpu_collectives, simulate_devices

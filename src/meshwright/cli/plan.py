@@ -52,6 +52,7 @@ many replicas of which machine serve a load, how long clients wait, and what it 
   --batch-tokens 4M    the same in tokens: the nearest power of two of sequences
   --seq N              sequence length in tokens; with --serve, of a prompt and of its cache
   --mesh LIMITS        only meshes that match: "fsdp=*,tp<=8,sp=1"
+  --axes NAMES         names of the sizes of --mesh: --mesh 8,32 --axes data,model
   --serve              plan `meshwright serve` instead: weights, KV cache, times of tokens
   --requests X         requests a second, at random times: how many replicas serve them
   --prompt N           tokens of their prompts on average; lengths are uniform from a quarter to

@@ -17,7 +17,7 @@ HELP = """Train a language model on any mesh.
 
 The same command resumes a stopped run, on this mesh or another. `--mesh auto` takes the mesh
 that the plan puts first. `--config FILE` takes settings from a file (a run's own config.json,
-say); flags after it win."""
+say); flags after it win. Two sizes have names with `--axes`: --mesh 8,32 --axes data,model."""
 MOST_USED = (
     "data", "mesh", "batch", "seq", "steps", "run", "init_from", "optimizer.learning_rate",
     "accumulation", "lora.rank", "objective", "checkpoint.every", "eval.sequences",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         LayoutLike,
         Normal,
         create,
+        einshard,
         fit,
         resized_like,
         shard,
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArraySpec", "Constant", "Explanation", "Layout", "LayoutLike", "Normal", "PathMatcher",
-    "PathRules", "PlacedArray", "Rules", "axes_of", "create", "decide", "explain", "fit",
-    "is_abstract", "layout_tree", "optimizer_layouts", "path_text", "replication_notes",
+    "PathRules", "PlacedArray", "Rules", "axes_of", "create", "decide", "einshard", "explain",
+    "fit", "is_abstract", "layout_tree", "optimizer_layouts", "path_text", "replication_notes",
     "resized_like", "resolve", "select_trainable", "shard", "sharding", "shardings",
     "standard_rules", "stored", "tree_paths",
 ]  # fmt: skip

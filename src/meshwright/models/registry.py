@@ -116,6 +116,8 @@ def _unknown(name: str) -> str:
     last = str(name).rstrip("/").rpartition("/")[2].lower()
     if last in PRESETS:
         return f"model {name!r} is not a preset; did you mean {last!r}?"
+    if f"lwm-{last}" in PRESETS:
+        return f"model {name!r} is lwm-{last} here: the size that LWM and EasyLM call {last}"
     if _WITHOUT_PRESET.match(last):
         return (
             f"model {name!r} has no preset; its architecture is supported: give its Hugging Face "

@@ -320,17 +320,16 @@ def compute_of(
             "computed in chunks; leave it out, and give --compute.remat mlp to save memory"
         )
     check_experts(config, model)
-    if settings.capacity:
-        if refusal := split_capacity(config, split_axes(layouts.residual.partitions[1:2])):
-            raise MeshwrightError(
-                f"{refusal}; leave it out, or use a mesh with sp=1 without "
-                "--compute.sequence-parallel"
-            )
+    if refusal := split_capacity(config, split_axes(layouts.residual.partitions[1:2])):
+        raise MeshwrightError(
+            f"{refusal}; leave it out, or use a mesh with sp=1 without --compute.sequence-parallel"
+        )
     return compute, words
 
 
 _OF_EXPERTS = (
-    "compute.capacity", "compute.experts", "loss.load_balance", "loss.router_z", "loss.balance_bias",
+    "compute.capacity", "compute.experts", "loss.load_balance", "loss.router_z",
+    "loss.balance_bias",
 )  # fmt: skip
 
 

@@ -3,8 +3,8 @@
 import io
 import math
 import re
-import threading
 import sys
+import threading
 
 import pytest
 from tests.patience import eventually
