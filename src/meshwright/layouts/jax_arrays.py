@@ -30,6 +30,7 @@ from meshwright.layouts.arrays import ArraySpec
 from meshwright.layouts.decide import TreeDecisions, decide, is_layout
 from meshwright.layouts.expression import Expression
 from meshwright.layouts.layout import Layout, axes_of
+from meshwright.layouts.modules import with_the_rest
 from meshwright.layouts.resolve import (
     NOT_A_LAYOUT,
     NOT_A_MESH,
@@ -189,7 +190,7 @@ def shard(
         put = jax.device_put([leaves[i] for i in concrete], [targets[i] for i in concrete])
         for i, array in zip(concrete, put, strict=True):
             placed[i] = array
-    return decided.treedef.unflatten(placed)
+    return with_the_rest(decided.treedef.unflatten(placed), tree)
 
 
 def einshard(array: Any, expression: str) -> Any:
