@@ -1,6 +1,6 @@
 """Audit a compiled program: a table of its collectives, each planned or a surprise."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.audits.collective import (
     OPERATIONS,
@@ -29,6 +29,7 @@ from meshwright.audits.text import (
     short_source,
     sums_table,
 )
+from meshwright.lazy import import_when_used
 
 if TYPE_CHECKING:
     from meshwright.audits.compiled import audit, jax_stage
@@ -46,16 +47,4 @@ __all__ = [
     "trip_count", "wire_bytes",
 ]  # fmt: skip
 
-_LAZY = {
-    "audit": "compiled", "jax_stage": "compiled", "expected_of_step": "step",
-    "print_table": "terminal",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    """What needs jax or rich is imported when it is used."""
-    import importlib
-
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+import_when_used(__name__)

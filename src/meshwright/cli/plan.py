@@ -52,6 +52,7 @@ many replicas of which machine serve a load, how long clients wait, and what it 
   --batch-tokens 4M    the same in tokens: the nearest power of two of sequences
   --seq N              sequence length in tokens; with --serve, of a prompt and of its cache
   --mesh LIMITS        only meshes that match: "fsdp=*,tp<=8,sp=1"
+  --axes NAMES         names of the sizes of --mesh: --mesh 8,32 --axes data,model
   --serve              plan `meshwright serve` instead: weights, KV cache, times of tokens
   --requests X         requests a second, at random times: how many replicas serve them
   --prompt N           tokens of their prompts on average; lengths are uniform from a quarter to
@@ -107,7 +108,9 @@ def plan_command(arguments: Sequence[str]) -> None:
     catalogue = Catalogue() if file is None else read_catalogue(file)
     on = take(words, "--on")
     if on is None:
-        raise MeshwrightError("--on says for which machine: --on v5p:4x4x4, --on h100:8, --on here")
+        sizes = [size for size in ("--batch 256", "--seq 4096") if size.split()[0] not in words]
+        _missing(words, ["--on v5p:4x4x4 (or h100:8, here …)", *sizes])
+    assert on is not None
     names = [name.strip() for name in on.split(",")]
     requests = _read(words, "--requests", _positive)
     if requests is not None:
@@ -155,6 +158,14 @@ def _check_refused(given: bool) -> None:
             "--refused lists meshes of one machine with a size; of several, every machine that is "
             "refused is listed anyway"
         )
+
+
+def _missing(words: list[str], flags: list[str]) -> None:
+    """Raise if there is something to add, for all of it at once."""
+    is_first = words and not words[0].startswith("-")
+    needed = flags if is_first or "--config" in words else ["a model, such as llama-3.1-8b", *flags]
+    if needed:
+        raise MeshwrightError(f"add {' and '.join(needed)}; meshwright plan --help says more")
 
 
 def _read(words: list[str], flag: str, read: Callable[[str], float]) -> float | None:
@@ -211,9 +222,9 @@ def _config(
     if batch_tokens is not None and "batch" in named:
         raise MeshwrightError("--batch and --batch-tokens are the same; give one of them")
     sized = auto or batch_tokens is not None
-    for name in ("batch", "seq") if needs_size else ():
-        if not named & {name, "config"} and not (name == "batch" and sized):
-            raise MeshwrightError(f"--{name} is missing; give it, as in --{name} 256")
+    needed = {"batch": "--batch 256", "seq": "--seq 4096"} if needs_size else {}
+    given = named | ({"batch"} if sized else set())
+    _missing(words, [] if "config" in named else [needed[n] for n in needed if n not in given])
     # here, since they import jax
     from meshwright.cli.train import settings
     from meshwright.models import model_config
@@ -277,15 +288,10 @@ def _serve_load(
     top: int | None,
 ) -> None:  # fmt: skip
     """Print deployments for a load."""
-    if not take_switch(words, "--serve"):
-        raise MeshwrightError("--requests is of serving: add --serve")
+    missing = [] if take_switch(words, "--serve") else ["--serve"]
     sizes = {name: take_integer(words, f"--{name}", 1) for name in ("prompt", "output")}
-    missing = [f"--{name}" for name, value in sizes.items() if value is None]
-    if missing:
-        raise MeshwrightError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; give the "
-            "tokens of prompts and answers, as in --prompt 1000 --output 200"
-        )
+    examples = {"prompt": "--prompt 1000", "output": "--output 200"}
+    _missing(words, missing + [examples[name] for name, size in sizes.items() if size is None])
     read = {"first_token": seconds, "per_token": seconds, "percentile": _positive}
     waits = {name: _read(words, "--" + name.replace("_", "-"), how) for name, how in read.items()}
     weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")

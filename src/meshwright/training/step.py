@@ -34,7 +34,8 @@ from meshwright.models import (
 )
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import current_platform
-from meshwright.training.dpo import DpoConfig, dpo_loss, pair_count, reference_params, with_answers
+from meshwright.training.config import DpoConfig
+from meshwright.training.dpo import dpo_loss, pair_count, reference_params, with_answers
 from meshwright.training.run.summary import EXPERT_LOADS
 from meshwright.training.state import TrainState
 from meshwright.training.tpu import compiler_options
