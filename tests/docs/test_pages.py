@@ -47,10 +47,3 @@ def test_every_snippet_of_the_page_runs(
     code = commands.run_script(runner, [str(page)], said, environment)
     assert code == 0, said.read_text()
     assert not re.search("^0 snippets", said.read_text(), re.MULTILINE)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_of_the_page_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target

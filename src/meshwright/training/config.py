@@ -17,7 +17,8 @@ from meshwright.training.dpo import DPO, DpoConfig
 from meshwright.training.optimizer import OptimizerConfig
 
 DEFAULT_MESH = "dp=1,fsdp=-1,tp=1,sp=1"
-LATEST, NONE = "latest", "none"  # of resume_from, besides a step
+LATEST = "latest"  # of resume_from, besides a step
+NONE = "none"
 
 
 @dataclasses.dataclass(frozen=True)
