@@ -44,6 +44,14 @@ def test_every_install_command_of_ours_is_the_one_command_with_an_extra_that_exi
         assert extras == "{extra}" or set(extras.split(",")) <= EXTRAS.keys(), file
 
 
+def test_the_page_about_installing_names_every_extra_for_pip_and_uv() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    for extra in EXTRAS:
+        assert f"`{extra}`" in page, extra
+    for extras in ("serve", "serve,cuda", "serve,tpu", "serve,cuda,torch"):
+        assert f"| `{install_command(extras)}` | `uv {install_command(extras)}` |" in page
+
+
 @pytest.mark.parametrize(
     ("extra", "system", "processor", "installs"),
     [

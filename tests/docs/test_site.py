@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-def _hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_site", ROOT / "tools/docs_site.py")
+def _tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -30,7 +30,7 @@ def _hook() -> ModuleType:
     return module
 
 
-SITE = _hook()
+SITE = _tool("docs_site")
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +126,11 @@ def test_a_link_to_a_file_outside_of_the_site_becomes_its_name() -> None:
     assert SITE.in_site(text, page) == (
         "See the code (`src/meshwright/api.py`), [results](../results.md#a)."
     )
+
+
+def test_the_figures_are_those_that_the_script_draws() -> None:
+    """After a change: python tools/draw_figures.py."""
+    figures = _tool("draw_figures").FIGURES
+    assert {path.name for path in (DOCS / "images").glob("concept-*.svg")} == {*figures}
+    for name, draw in figures.items():
+        assert draw().svg() == (DOCS / "images" / name).read_text(), name
