@@ -114,8 +114,8 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 docs: $(DOCS)/.installed
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
-	@echo "open build/site/index.html"
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "open build/site/index.html; with its search: python3 -m http.server --directory build/site"
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/placement.py --check

@@ -80,11 +80,11 @@ def exported_from(package: str) -> set[str]:
 
 
 def help_of(words: list[str]) -> str:
-    """What a command prints for --help, 100 characters wide and without colours."""
+    """What a command prints for --help, 88 characters wide and without colours."""
     from meshwright.cli.commands import run
 
     before = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
-    os.environ.update(COLUMNS="100", NO_COLOR="1")
+    os.environ.update(COLUMNS="88", NO_COLOR="1")
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
@@ -113,7 +113,9 @@ def help_page(words: list[str], level: int = 1) -> str:
 
 
 def fence(text: str) -> str:
-    return f"```text\n{textwrap.dedent(text).strip()}\n```\n"
+    """Preformatted text; longer lines are broken."""
+    lines = (textwrap.wrap(line, 100) or [""] for line in textwrap.dedent(text).strip().split("\n"))
+    return "\n".join(["```text", *(part for parts in lines for part in parts), "```", ""])
 
 
 def command_pages() -> Iterator[tuple[str, str]]:
@@ -133,26 +135,21 @@ def model_page() -> str:
     from meshwright.models import BY_TRANSFORMERS, FAMILIES, to_hf_config
     from meshwright.present import count_text
 
-    presets: dict[str, list[str]] = {}
-    rows = []
-    for family in FAMILIES:
-        for name, config in family.presets.items():
-            architecture = to_hf_config(config)["architectures"][0]
-            presets.setdefault(architecture, []).append(name)
-            sizes = count_text(parameters(family, config))
-            rows.append(f"| `{name}` | {sizes} | {config.max_seq:,} | {architecture} |")
     lines = [MODELS_INTRODUCTION]
+    presets = ["", "## Presets", "", "| preset | parameters | longest sequence | architecture |"]
+    presets += ["|---|---|---|---|"]
     for family in FAMILIES:
         for architecture, kind in family.hugging_face.architectures.items():
             torch = "yes" if kind in {*BY_TRANSFORMERS, *OWN_TORCH} else "no"
-            named = ", ".join(f"`{name}`" for name in presets.get(architecture, ())) or "–"
-            lines.append(f"| {architecture} | `{kind}` | {family.name} | {torch} | {named} |")
+            lines.append(f"| {architecture} | `{kind}` | {family.name} | {torch} |")
+        for name, config in family.presets.items():
+            architecture = to_hf_config(config)["architectures"][0]
+            size = count_text(parameters(family, config))
+            presets.append(f"| `{name}` | {size} | {config.max_seq:,} | {architecture} |")
     for kind in BY_TRANSFORMERS:
         if not any(kind in f.hugging_face.architectures.values() for f in FAMILIES):
-            lines.append(f"| network of transformers | `{kind}` | PyTorch alone | yes | – |")
-    lines += ["", "## Presets", "", "| preset | parameters | longest sequence | architecture |"]
-    lines += ["|---|---|---|---|", *rows, ""]
-    return "\n".join(lines)
+            lines.append(f"| network of transformers | `{kind}` | PyTorch alone | yes |")
+    return "\n".join([*lines, *presets, ""])
 
 
 OWN_TORCH = ("llama", "mistral", "qwen2", "qwen3")  # --backend torch, and JAX resumes their runs
@@ -168,8 +165,8 @@ a preset is used by its folder or its name on the Hub
 
 ## Architectures
 
-| architecture | `model_type` | family | `--backend torch` | presets |
-|---|---|---|---|---|"""
+| architecture | `model_type` | family | `--backend torch` |
+|---|---|---|---|"""
 
 
 def parameters(family: Any, config: Any) -> int:
