@@ -7,7 +7,7 @@ DEMO := $(VENV)/.demo
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune-demo demo-layout serve test test-all test-kernels test-newest test-clients docs lint format lock bench clean
+.PHONY: help demo finetune-demo demo-layout serve test test-all test-kernels test-newest test-clients docs wheel lint format lock bench clean
 
 help:
 	@echo "make demo         train a small model on 8 simulated devices, resume on another mesh, generate"
@@ -20,6 +20,7 @@ help:
 	@echo "make test-newest  all of the tests that take seconds on the newest jax (Python 3.12 or newer)"
 	@echo "make test-clients the tests with lm-eval, LiteLLM, a browser, trackers and the TPU's compiler"
 	@echo "make docs         the documentation as a site, build/site/index.html, with every link checked"
+	@echo "make wheel        build a wheel, and train with it on each Python from 3.11 that is here"
 	@echo "make bench        the benchmarks behind benchmarks/RESULTS.md"
 	@echo "make lint format lock clean"
 
@@ -116,6 +117,9 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 	@echo "open build/site/index.html; with its search: python3 -m http.server --directory build/site"
+
+wheel:
+	$(PYTHON) tools/check_wheel.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/placement.py --check

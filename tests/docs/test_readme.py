@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from meshwright.errors import install_command
+from meshwright.models import FAMILIES
 from readme_results import demo, table
 
 ROOT = Path(__file__).parents[2]
@@ -15,6 +16,12 @@ def test_the_numbers_are_those_of_the_results() -> None:
     results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     assert table(results) in README
     assert demo(results) in README
+
+
+def test_the_number_of_architectures_is_that_of_the_families() -> None:
+    count = sum(len(family.hugging_face.architectures) for family in FAMILIES)
+    assert f"**{count} architectures**" in README
+    assert f" {count} architectures of Hugging Face" in (ROOT / "docs" / "faq.md").read_text()
 
 
 def test_every_make_command_is_there() -> None:
