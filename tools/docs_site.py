@@ -79,16 +79,16 @@ def exported_from(package: str) -> set[str]:
 # --- the reference of commands
 
 
-def help_of(words: list[str]) -> str:
-    """What a command prints for --help, 88 characters wide and without colours."""
+def printed_by(words: list[str], width: int = 88) -> str:
+    """What a command prints, so many characters wide and without colours."""
     from meshwright.cli.commands import run
 
     before = {name: os.environ.get(name) for name in ("COLUMNS", "NO_COLOR")}
-    os.environ.update(COLUMNS="88", NO_COLOR="1")
+    os.environ.update(COLUMNS=str(width), NO_COLOR="1")
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            run([*words, "--help"])
+            run(words)
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
@@ -103,7 +103,7 @@ def subcommands(help_text: str) -> list[str]:
 
 def help_page(words: list[str], level: int = 1) -> str:
     """The help of a command as Markdown: a heading for each group of options."""
-    text = help_of(words)
+    text = printed_by([*words, "--help"])
     usage, *groups = re.split(r"^ (\S.*)\n -{20,}\n", text, flags=re.MULTILINE)
     lines = [f"{'#' * level} meshwright {' '.join(words)}", "", fence(usage)]
     for group, options in zip(groups[::2], groups[1::2], strict=True):
@@ -152,6 +152,19 @@ def model_page() -> str:
     return "\n".join([*lines, *presets, ""])
 
 
+def machine_page() -> str:
+    """The catalogue of chips, as `meshwright machines` prints it."""
+    return f"{MACHINES_INTRODUCTION}\n{fence(printed_by(['machines'], 100))}"
+
+
+MACHINES_INTRODUCTION = """# Chips and prices
+
+The catalogue of this version, as `meshwright machines` prints it; `meshwright machines CHIP` gives
+the source of each figure and all prices with their dates. How to name a machine of these chips:
+[machines](../notation/machines.md). Chips and prices of your own go into a file:
+[compare machines](../plan/compare-machines.md#prices).
+"""
+
 OWN_TORCH = ("llama", "mistral", "qwen2", "qwen3")  # --backend torch, and JAX resumes their runs
 MODELS_INTRODUCTION = """# Supported models
 
@@ -184,7 +197,8 @@ def parameters(family: Any, config: Any) -> int:
 
 def generated_pages() -> dict[str, str]:
     """Every page that is not a file of docs/, by its address in the site."""
-    pages = dict(python_pages()) | dict(command_pages()) | {"reference/models.md": model_page()}
+    pages = {"reference/models.md": model_page(), "reference/machines.md": machine_page()}
+    pages |= dict(command_pages()) | dict(python_pages())
     for file, address in ROOT_PAGES.items():
         pages[address] = (ROOT / file).read_text()
     return pages
