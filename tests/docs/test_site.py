@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -128,6 +129,18 @@ def test_every_link_leads_to_a_file_or_a_generated_page(generated: dict[str, str
             aim = Path(os.path.normpath(file.parent / target))
             if "://" not in target and not aim.exists() and aim not in made:
                 wrong.append((str(file.relative_to(ROOT)), target))
+    assert not wrong
+
+
+def test_lists_and_tables_begin_after_an_empty_line() -> None:
+    """Without one mkdocs makes them a part of the paragraph before, where others do not."""
+    wrong = []
+    for file in (*DOCS.rglob("*.md"), *(ROOT / name for name in SITE.ROOT_PAGES)):
+        text = re.sub(r"^```.*?^```$", "", file.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for before, line in itertools.pairwise(text.splitlines()):
+            begins = re.match(r"- |\d+\. |\|", line)
+            if begins and before.strip() and not re.match(r"\s*(- |\d+\. |\|)|  |#", before):
+                wrong.append(f"{file.relative_to(ROOT)}: {line[:60]}")
     assert not wrong
 
 
