@@ -56,6 +56,7 @@ ALLOWED = {
     "src/meshwright/serving/": (ROW, "of the arrays of a step"),
     "src/meshwright/show/": (ROW, "of a drawn table, row-major"),
     "docs/notation/explain.md": (ROW, "of the table of arrays"),
+    "docs/own-model.md": (ROW, "of the table of collectives"),
     "docs/coming-from/lwm.md": (ROW, "of the table of arrays"),
     "src/meshwright/ops/attention/hopper/": (ROW, "of a matrix"),
     "docs/notation/path-rules.md": (ROW, "of a matrix"),

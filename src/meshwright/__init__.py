@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from meshwright.serving import EngineConfig, LanguageModel, ServeConfig, export, load, serve
     from meshwright.training import TrainConfig
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel",

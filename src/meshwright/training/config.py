@@ -18,7 +18,8 @@ from meshwright.training.optimizer_config import OptimizerConfig
 DPO = "dpo"  # the objective
 AUTO = "auto"  # a mesh that is chosen once the devices are known
 DEFAULT_MESH = "dp=1,fsdp=-1,tp=1,sp=1"
-LATEST, NONE = "latest", "none"  # of resume_from, besides a step
+LATEST = "latest"  # of resume_from, besides a step
+NONE = "none"
 
 
 @dataclasses.dataclass(frozen=True)

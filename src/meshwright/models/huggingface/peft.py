@@ -23,7 +23,8 @@ from meshwright.models.lora import ADAPTER
 from meshwright.models.safetensors_read import read_header
 from meshwright.models.settings import LoraConfig
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EXPERTS = "mlp.experts"  # the module in a layer, whatever files call it
 # the parameters of experts, and what of ours they hold; PEFT wraps the first, then the second
