@@ -23,7 +23,7 @@ from meshwright.machines import Catalogue, Machine, read_catalogue
 from meshwright.present import write_page
 
 if TYPE_CHECKING:
-    from meshwright.planner import Plan, Run
+    from meshwright.planner import Comparison, Plan, Run, Size
     from meshwright.training import TrainConfig
 
 HELP = """usage: meshwright plan MODEL --on MACHINE --batch N --seq N [the settings of train]
@@ -80,7 +80,8 @@ many replicas of which machine serve a load, how long clients wait, and what it 
   --refused            list every refused mesh with the reason
   --explain MESH       explain one mesh: every formula with its numbers
   --json               print JSON, which `meshwright prove --plan FILE` reads
-  --html FILE          write a self-contained HTML page
+  --html FILE          write a self-contained HTML page, of one machine or of several compared;
+                       with --curve, also for other numbers of chips and batches
 
 meshwright train --help lists the settings."""
 
@@ -124,10 +125,11 @@ def plan_command(arguments: Sequence[str]) -> None:
             raise MeshwrightError(f"{flag} is of a load: add --requests, as in --requests 20")
     run, questions = _run(words)
     if len(names) > 1 or questions or names[0] == "any" or catalogue.chip(names[0]) is not None:
-        if html is not None or shown is not None:
-            raise MeshwrightError("--html and --explain are of one machine with a size")
+        if shown is not None:
+            raise MeshwrightError("--explain is of one machine with a size")
         _check_refused(refused)
-        _compare(words, names, catalogue, run, as_json=as_json, curves=curves, top=top)
+        found, points = _compare(words, names, catalogue, run, curves)
+        _print_compared(found, points, as_json=as_json, html=html, top=top)
         return
     ranking = _ranking(words, Machine.parse(on, catalogue.own), catalogue, run)
     from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
@@ -135,8 +137,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     mesh = None if shown is None else find_mesh(ranking, shown)
     points = _curve(ranking) if curves else []
     if html is not None:
-        write_page(Path(html), page(ranking, points))
-        print(f"wrote {html}", file=sys.stderr if as_json else sys.stdout)
+        others = _sizes(ranking) if curves else []
+        _write(html, page(ranking, points, others), as_json)
     if as_json:
         print(json.dumps(plan_data(ranking) if mesh is None else found_data(ranking, mesh)))
     if as_json or html is not None:
@@ -248,12 +250,9 @@ def _compare(
     names: list[str],
     catalogue: Catalogue,
     run: "Run | None",
-    *,
-    as_json: bool,
     curves: bool,
-    top: int | None,
-) -> None:
-    """Print machines compared."""
+) -> "tuple[Comparison, list[tuple[Machine, float, float]] | None]":
+    """Machines compared, and how the best scales."""
     if run is None and "--serve" in words:
         raise MeshwrightError(
             "chips are compared for a load: add --requests 20 --prompt 1000 --output 200, or give "
@@ -270,17 +269,35 @@ def _compare(
     limits, stack = take(words, "--mesh"), take(words, "--like") or ""
     config, named = _config(words, catalogue, run, needs_size=False)
     from meshwright.planner import compare, constraints_of, curve, machines_named
-    from meshwright.planner.report import comparison_data, comparison_report
 
     allowed = constraints_of(config, named, limits)
     machines = machines_named(names, catalogue)
     found = compare(config, machines, run, allowed, catalogue=catalogue, like=stack)
-    points = curve(config, found.best.machine, allowed, like=stack) if curves else None
+    return found, curve(config, found.best.machine, allowed, like=stack) if curves else None
+
+
+def _print_compared(
+    found: "Comparison",
+    points: list[tuple[Machine, float, float]] | None,
+    *,
+    as_json: bool,
+    html: str | None,
+    top: int | None,
+) -> None:
+    from meshwright.planner.report import comparison_data, comparison_page, comparison_report
+
+    if html is not None:
+        _write(html, comparison_page(found, points), as_json)
     if as_json:
         print(json.dumps(comparison_data(found, points)))
-        return
-    console = Console()
-    console.print(comparison_report(found, console.width, points, top=top))
+    elif html is None:
+        console = Console()
+        console.print(comparison_report(found, console.width, points, top=top))
+
+
+def _write(file: str, html: str, as_json: bool) -> None:
+    write_page(Path(file), html)
+    print(f"wrote {file}", file=sys.stderr if as_json else sys.stdout)
 
 
 def _serve_load(
@@ -331,6 +348,15 @@ def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:
 
     limits = constraints_of(ranking.config)
     return curve(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
+
+
+def _sizes(ranking: "Plan") -> "list[Size]":
+    if ranking.workload.kind == "serve":
+        return []
+    from meshwright.planner import constraints_of, sizes
+
+    limits = constraints_of(ranking.config)
+    return sizes(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
 
 
 def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run | None") -> "Plan":

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from meshwright.cli.flags import take_switch
-
 HELP = """usage: meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
        meshwright prove --plan FILE [--choice N]
        meshwright prove MODEL --on MACHINE --serve --mesh … --batch N --seq N
@@ -36,10 +34,6 @@ def prove_command(arguments: Sequence[str]) -> None:
     words = list(arguments)
     if not words or "--help" in words or "-h" in words:
         print(HELP)
-    elif take_switch(words, "--serve"):
-        from meshwright.cli.prove_serve import prove_serve
-
-        prove_serve(words)
     else:
         from meshwright.cli.prove_train import prove_train
 

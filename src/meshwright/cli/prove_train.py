@@ -18,7 +18,7 @@ from meshwright.cli.flags import named_settings, take, take_integer, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
-from meshwright.planner import Plan, StepModel, Workload, apply, memory, planned
+from meshwright.planner import Choice, Plan, StepModel, Workload, apply, memory, planned
 from meshwright.planner.report import read_plan
 from meshwright.present import Column, Row, aligned, bytes_text, count
 from meshwright.proofs import Comparison, Proof, compare, comparison_table, expected, prove
@@ -34,8 +34,14 @@ STAGES = {
 
 def prove_train(words: list[str]) -> None:
     """`words` are the command line: the flags of prove are taken out, the rest are train's."""
-    on, plan_file = take(words, "--on"), take(words, "--plan")
-    choice, most = take_integer(words, "--choice"), take_integer(words, "--rows")
+    plan_file, choice = take(words, "--plan"), take_integer(words, "--choice")
+    plan = None if plan_file is None else read_plan(plan_file)
+    if take_switch(words, "--serve") or (plan is not None and plan.engine is not None):
+        from meshwright.cli.prove_serve import prove_serve
+
+        prove_serve(words if plan is None else [*_served(plan, plan_file or "", choice), *words])
+        return
+    on, most = take(words, "--on"), take_integer(words, "--rows")
     fail_on = take(words, "--fail-on")
     as_json, again = take_switch(words, "--json"), take_switch(words, "--no-cache")
     if fail_on not in (None, "surprise", "rewrite", "memory"):
@@ -43,13 +49,13 @@ def prove_train(words: list[str]) -> None:
             f"--fail-on {fail_on!r} is not known; it can be: surprise, rewrite, memory"
         )
     default = model = None
-    if plan_file is not None:
+    if plan is not None and plan_file is not None:
         if words and not words[0].startswith("-"):
             raise MeshwrightError(
                 f"the plan {plan_file!r} names its model; leave out {words[0]!r}, or plan that one"
             )
-        plan = read_plan(plan_file)
-        default, model, on = _planned(plan, plan_file, choice), plan.model, on or str(plan.machine)
+        default = apply(plan.config, _chosen(plan, plan_file, choice))
+        model, on = plan.model, on or str(plan.machine)
     elif choice is not None:
         raise MeshwrightError("--choice picks a mesh of a plan; give it too: --plan FILE")
     if on is None:
@@ -88,23 +94,30 @@ def prove_train(words: list[str]) -> None:
         raise SystemExit(1)
 
 
-def _planned(plan: Plan, file: str, choice: int | None) -> TrainConfig:
-    """The settings of a plan's choice."""
+def _served(plan: Plan, file: str, choice: int | None) -> list[str]:
+    """The words of `prove --serve` for a choice of a plan."""
+    if plan.engine is None:
+        raise MeshwrightError(f"the plan {file!r} is of training; leave out --serve")
+    one, config = _chosen(plan, file, choice), plan.config
+    words = [config.model, "--on", str(plan.machine), "--mesh", one.mesh]
+    words += ["--batch", str(config.batch), "--seq", str(config.seq)]
+    for flag, value in {"--engine.weights": one.weights, "--engine.cache": one.cache}.items():
+        words += [flag, value] if value else []
+    return words
+
+
+def _chosen(plan: Plan, file: str, choice: int | None) -> Choice:
+    """A plan's choice; by default its best."""
     if choice is not None and not 1 <= choice <= len(plan.ranked):
         raise MeshwrightError(
             f"--choice {choice} is not one of the plan's meshes, 1 to {len(plan.ranked)}"
-        )
-    if plan.engine is not None:
-        raise MeshwrightError(
-            "this plan is for serving; prove it by name: meshwright prove MODEL --on MACHINE "
-            "--serve --mesh … --batch … --seq …"
         )
     if not plan.config.model:
         raise MeshwrightError(
             f"the plan {file!r} was made of a model's config and names no model; prove it in "
             "Python: meshwright.proofs.prove(TrainConfig(…), machine, model=…)"
         )
-    return apply(plan.config, plan.ranked[0 if choice is None else choice - 1].choice)
+    return plan.ranked[0 if choice is None else choice - 1].choice
 
 
 def _read(

@@ -12,9 +12,11 @@ from meshwright.planner.machines_compared import (
     Comparison,
     Offer,
     Run,
+    Size,
     compare,
     curve,
     machines_named,
+    sizes,
 )
 from meshwright.planner.memory import memory
 from meshwright.planner.planner import check_kind, plan, plan_config
@@ -39,6 +41,7 @@ __all__ = [
     "ProgramPlan",
     "Refusal",
     "Run",
+    "Size",
     "StepModel",
     "Workload",
     "apply",
@@ -59,5 +62,6 @@ __all__ = [
     "planned",
     "planned_to_serve",
     "sequences",
+    "sizes",
     "staged",
 ]
