@@ -43,17 +43,17 @@ if TYPE_CHECKING:
     from meshwright.planner import Plan, plan
     from meshwright.proofs import Proof, prove
     from meshwright.serving import EngineConfig, LanguageModel, ServeConfig, export, load, serve
-    from meshwright.training import TrainConfig
+    from meshwright.training import OptimizerConfig, TrainConfig
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel",
     "Layout", "LoraConfig", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal",
-    "PathRules", "Plan", "Proof", "Rules", "ServeConfig", "TrainConfig", "audit", "create",
-    "einshard", "explain", "export", "layout_tree", "load", "load_hf", "mesh",
-    "optimizer_layouts", "plan", "prove", "save_hf", "serve", "shard", "sharding", "shardings",
-    "standard_rules", "testing", "tile_mesh", "train",
+    "OptimizerConfig", "PathRules", "Plan", "Proof", "Rules", "ServeConfig", "TrainConfig",
+    "audit", "create", "einshard", "explain", "export", "layout_tree", "load", "load_hf",
+    "mesh", "optimizer_layouts", "plan", "prove", "save_hf", "serve", "shard", "sharding",
+    "shardings", "standard_rules", "testing", "tile_mesh", "train",
 ]  # fmt: skip
 
 # All is loaded when it is first asked for: `import meshwright` takes no time, so that the command
