@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from meshwright.planner import Plan, ProgramPlan
     from meshwright.proofs import ProgramProof, Proof
     from meshwright.serving import EngineConfig, LanguageModel, ServeConfig, export, load, serve
-    from meshwright.training import TrainConfig
+    from meshwright.training import OptimizerConfig, TrainConfig
 
 __version__ = "0.2.0"
 
 __all__ = [
     "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel",
     "Layout", "LoraConfig", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal",
-    "PathRules", "Plan", "ProgramPlan", "ProgramProof", "Proof", "Rules", "ServeConfig",
-    "TrainConfig", "audit", "create", "einshard", "explain", "export", "layout_tree", "load",
-    "load_hf", "mesh", "optimizer_layouts", "plan", "prove", "save_hf", "serve", "shard",
+    "OptimizerConfig", "PathRules", "Plan", "ProgramPlan", "ProgramProof", "Proof", "Rules",
+    "ServeConfig", "TrainConfig", "audit", "create", "einshard", "explain", "export", "layout_tree",
+    "load", "load_hf", "mesh", "optimizer_layouts", "plan", "prove", "save_hf", "serve", "shard",
     "sharding", "shardings", "standard_rules", "testing", "tile_mesh", "train",
 ]  # fmt: skip
 

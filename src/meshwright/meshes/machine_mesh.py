@@ -11,7 +11,7 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, slice_of
 from meshwright.meshes.arrange import device_list
 from meshwright.meshes.rings import RING_AXES, ring_hops
-from meshwright.present import mesh_text
+from meshwright.present import Column, Row, count, mesh_text, table_html, text_html
 
 if TYPE_CHECKING:
     from meshwright.meshes.jax_mesh import AbstractMesh, Mesh
@@ -137,6 +137,15 @@ class MachineMesh:
 
     def __str__(self) -> str:
         return mesh_text(self.shape)
+
+    def _repr_html_(self) -> str:
+        columns = [Column("axis", right=False), Column("size"), Column("reaches", right=False)]
+        rows = []
+        for axis, size in self.shape.items():
+            extent = ", ".join(f"{n} in {name}" for name, n in self.axis_extent(axis).items())
+            rows.append(Row((axis, str(size), extent)))
+        title = f"mesh {self} on {self.machine}: {count(self.size, 'device')}"
+        return text_html(title) + table_html(columns, rows)
 
     def __repr__(self) -> str:
         return f"MachineMesh({str(self)!r} on {str(self.machine)!r})"

@@ -23,7 +23,7 @@ from meshwright.interrupt import before_end
 from meshwright.launch import cache_folder
 from meshwright.machines import Machine, check_slice
 from meshwright.ops import switched_on
-from meshwright.present import bytes_text
+from meshwright.present import Column, Row, bytes_text, table_html, text_html
 from meshwright.proofs.cache import request_key
 from meshwright.proofs.footprint import Footprint, OutOfMemory, footprint, out_of_memory
 from meshwright.proofs.target import check_extra, child_environment, compiler_versions
@@ -58,6 +58,18 @@ class Proof:
         needed = "" if used is None else _gib(used) + ", "
         verdict = "fits" if self.fits else "does not fit"
         return f"Proof({self.mesh} on {self.machine}: {verdict}, {needed}by {self.compiler})"
+
+    def _repr_html_(self) -> str:
+        used = self.footprint
+        if used is None:
+            return text_html(repr(self))
+        kinds = [Row((kind, bytes_text(size))) for kind, size in used.kinds.items() if size]
+        buffers = [Row((buffer.arrays, bytes_text(buffer.bytes))) for buffer in used.buffers[:6]]
+        tables = {"of a device": kinds, "largest buffers": buffers}
+        return text_html(repr(self)) + "".join(
+            table_html([Column(title, right=False), Column("bytes")], lines)
+            for title, lines in tables.items() if lines
+        )  # fmt: skip
 
     @functools.cached_property
     def text(self) -> str:

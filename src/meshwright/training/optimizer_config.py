@@ -14,6 +14,8 @@ NAMES = ("adamw", "lion", "adafactor", "muon")
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
+    """Settings of the optimizer and of the learning rate over a run."""
+
     name: str = "adamw"
     """adamw, lion, adafactor or muon."""
     learning_rate: float = 3e-4
