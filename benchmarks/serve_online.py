@@ -4,11 +4,13 @@
     meshwright serve /tmp/random-1.5b --engine.max-batch 128 --no-access-log &
     python benchmarks/serve_online.py http://127.0.0.1:8000 --requests 2000
     python benchmarks/serve_online.py http://127.0.0.1:8000 --rate 20 --write
+    python benchmarks/serve_online.py http://127.0.0.1:8000 --plan llama-3.1-8b h200 64 --rate 20
 
 Streamed completions of random tokens; lengths of prompts and answers are uniform from a quarter to
 seven quarters of --prompt and --new. Without --rate, the capacity is measured first: requests are
 sent as fast as --concurrency allows, and arrivals have --share of the rate that comes out.
-Every token of a random folder is a word, so each has an event of its own.
+Every token of a random folder is a word, so each has an event of its own. With --plan (a model, a
+chip and the engine's max_batch), what `meshwright plan --requests` says of the load stands beside.
 Only servers on this machine are measured.
 """
 
@@ -29,6 +31,7 @@ import numpy as np
 from results import here, write_section
 
 USAGE = re.compile(rb'"choices":\[\].*"completion_tokens":(\d+)')
+PERCENTILES = (50, 90, 99)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -38,6 +41,8 @@ class Result:
 
     status: int
     times: tuple[float, ...]
+    started: float
+    prompt: int
     is_whole: bool
     tokens: int = 0  # by the usage at the end: a busy server may send two in one delta
 
@@ -55,17 +60,18 @@ class Load:
     new: int
     sampling: dict[str, float]
 
-    def body(self, chance: random.Random) -> bytes:
+    def body(self, chance: random.Random) -> tuple[bytes, int]:
+        """A request, and the tokens of its prompt."""
         prompt, new = (
             max(1, round(mean * chance.uniform(0.25, 1.75))) for mean in (self.prompt, self.new)
         )
         tokens = [chance.randrange(self.vocab) for _ in range(prompt)]
         asked = {"prompt": tokens, "max_tokens": new, "ignore_eos": True, "stream": True}
         asked["stream_options"] = {"include_usage": True}
-        return json.dumps({**asked, **self.sampling}).encode()
+        return json.dumps({**asked, **self.sampling}).encode(), prompt
 
 
-async def measured(load: Load, body: bytes) -> Result:
+async def measured(load: Load, body: bytes, prompt: int) -> Result:
     """Send a request and read its stream."""
     started = time.perf_counter()
     reader, writer = await asyncio.open_connection(load.host, load.port, limit=2**20)
@@ -84,7 +90,7 @@ async def measured(load: Load, body: bytes) -> Result:
                 tokens = int(counted[1])
             elif line.startswith(b'data: {"id"') and b'"text":""' not in line:
                 times.append(time.perf_counter() - started)
-        return Result(status, tuple(times), is_whole, tokens)
+        return Result(status, tuple(times), started, prompt, is_whole, tokens)
     finally:
         writer.close()
 
@@ -95,7 +101,7 @@ async def capacity(load: Load, requests: int, concurrency: int) -> float:
 
     async def one() -> None:
         async with limit:
-            await measured(load, load.body(chance))
+            await measured(load, *load.body(chance))
 
     started = time.perf_counter()
     await asyncio.gather(*(one() for _ in range(requests)))
@@ -104,33 +110,63 @@ async def capacity(load: Load, requests: int, concurrency: int) -> float:
 
 async def arrivals(load: Load, requests: int, rate: float) -> tuple[list[Result], float]:
     """The results of requests that arrive at random, and the seconds that all took."""
-    chance, tasks = random.Random(2), []
+    # tokens of no other load: the server remembers prompts
+    chance, tasks = random.Random(f"{load} {rate}"), []
     started = due = time.perf_counter()
     for _ in range(requests):
         due += chance.expovariate(rate)
         await asyncio.sleep(due - time.perf_counter())
-        tasks.append(asyncio.create_task(measured(load, load.body(chance))))
+        tasks.append(asyncio.create_task(measured(load, *load.body(chance))))
     results = await asyncio.gather(*tasks)
     return results, time.perf_counter() - started
 
 
-def table(results: list[Result], seconds: float, rate: float) -> list[str]:
-    """Markdown, in milliseconds."""
+def planned(name: str, chip: str, batch: int, results: list[Result]) -> dict[str, list[float]]:
+    """What `meshwright plan --requests` simulates, of the very requests that were sent."""
+    from meshwright.machines import CHIPS, machine_sizes
+    from meshwright.planner.load import replay
+    from meshwright.training import TrainConfig
+
+    machine = next(iter(machine_sizes(CHIPS[chip], 1)))
+    waits = replay(TrainConfig(name, batch=batch), machine, sent(results))
+    of = {"time to first token": waits.first_token, "between tokens": waits.per_token}
+    return {what: [at(p) for p in PERCENTILES] for what, at in of.items()}
+
+
+def sent(results: list[Result]) -> list[tuple[float, int, int]]:
+    """When each request came, and the tokens of its prompt and answer."""
+    begun = min(result.started for result in results)
+    return sorted((round(one.started - begun, 4), one.prompt, one.tokens) for one in results)
+
+
+def measured_waits(results: list[Result]) -> dict[str, list[float]]:
+    """Seconds at the percentiles."""
     whole = [result for result in results if result.is_whole]
-    first = np.array([result.times[0] for result in whole])
-    gaps = np.concatenate([result.gaps for result in whole])
-    tokens = sum(result.tokens for result in whole)
-    latencies = [
-        f"| {name} | {' | '.join(f'{1000 * np.percentile(values, p):.1f}' for p in (50, 90, 99))} |"
-        for name, values in (("time to first token, ms", first), ("between tokens, ms", gaps))
-    ]
+    of = {
+        "time to first token": np.array([result.times[0] for result in whole]),
+        "between tokens": np.concatenate([result.gaps for result in whole]),
+    }
+    return {what: [float(np.percentile(x, p)) for p in PERCENTILES] for what, x in of.items()}
+
+
+def table(
+    results: list[Result], seconds: float, rate: float, plan: dict[str, list[float]]
+) -> list[str]:
+    """Markdown, in milliseconds."""
+    tokens = sum(result.tokens for result in results if result.is_whole)
+    lost = sum(not result.is_whole for result in results)
+    rows = {}
+    for what, values in measured_waits(results).items():
+        rows[f"{what}, ms"] = values
+        if plan:
+            rows[f"{what}, planned"] = plan[what]
     return [
-        f"{len(results):,} requests at {rate:.2f}/s, {len(results) - len(whole)} lost; "
+        f"{len(results):,} requests at {rate:.2f}/s, {lost} lost; "
         f"{tokens / seconds:,.0f} tokens/s.",
         "",
         "| | p50 | p90 | p99 |",
         "|---|---|---|---|",
-        *latencies,
+        *(f"| {row} | {' | '.join(f'{1000 * x:.1f}' for x in rows[row])} |" for row in rows),
     ]
 
 
@@ -177,6 +213,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, help="arrivals per second")
     parser.add_argument("--share", type=float, default=0.8, help="of the capacity, without --rate")
     parser.add_argument("--concurrency", type=int, default=256)
+    parser.add_argument(
+        "--plan", nargs=3, metavar=("MODEL", "CHIP", "BATCH"), help="plan the load too"
+    )
+    parser.add_argument("--save", metavar="FILE", help="requests and waits, as JSON")
     parser.add_argument("--write", action="store_true", help="put the table into RESULTS.md")
     options = parser.parse_args()
     if options.make:
@@ -199,7 +239,15 @@ def main() -> None:
         rate = options.share * most
         print(f"capacity {most:.2f} requests/s")
     results, seconds = asyncio.run(arrivals(load, options.requests, rate))
-    lines = table(results, seconds, rate)
+    plan = {}
+    if options.plan:
+        name, chip, batch = options.plan
+        plan = planned(name, chip, int(batch), results)
+    lines = table(results, seconds, rate, plan)
+    if options.save:
+        about = {"rate": rate, "prompt": load.prompt, "new": load.new}
+        record = {**about, "measured": measured_waits(results), "requests": sent(results)}
+        Path(options.save).write_text(json.dumps(record) + "\n")
     late = metric(options.url, "meshwright_compilations_after_ready_total")
     lines += ["", f"Compilations after the server was ready: {late:.0f}."]
     print("\n".join(lines))

@@ -57,6 +57,7 @@ table.data(), table.markdown()
 
 # a package may import only what stands before it, and only from a package's __init__
 ORDER = [
+    "lazy",
     "interrupt",
     "errors",
     "files",

@@ -89,7 +89,7 @@ def test_a_plan_without_a_loop_over_layers_is_proved_without_one(
         proved.append(config)
         raise mw.MeshwrightError("as far as this")
 
-    monkeypatch.setattr("meshwright.cli.prove.prove", stop)
+    monkeypatch.setattr("meshwright.cli.prove_train.prove", stop)
     with pytest.raises(mw.MeshwrightError, match="as far as this"):
         prove_command(["--plan", str(file)])
     assert proved[0].compute.layers == "unroll"

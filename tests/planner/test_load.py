@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from meshwright.cli.plan import plan_command
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS, Machine
 from meshwright.models import DecoderConfig
-from meshwright.planner import Load, Workload, deployments, efficiency, load
+from meshwright.planner import Load, Workload, deployments, load
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.serving import search_serving
 from meshwright.serving import EngineConfig, ScheduledSequence, ScheduledStep
 from meshwright.training import TrainConfig
 
+root = Path(__file__).parents[2]
 # benchmarks/serve.py's 1.5b
 SMALL = DecoderConfig(
     vocab=128256, layers=16, embed=2048, heads=32, kv_heads=8, head_dim=64, mlp=8192, max_seq=8192
@@ -52,20 +54,34 @@ def test_a_step_costs_what_the_plan_says() -> None:
     estimate = search_serving(workload, Constraints(), "latency")[0][0]
     sequence = ScheduledSequence("", [0] * 1024, 1024, 1, computed=1024)
     took = load._Replica(workload, estimate).costs.seconds(ScheduledStep((sequence,) * 32, ()))
-    host = 32 * efficiency.SERVED_TOKEN
-    assert took - host == pytest.approx(estimate.step_seconds, rel=1e-6)
+    assert took == pytest.approx(estimate.step_seconds, rel=1e-6)
 
 
-def test_the_measured_server_is_as_fast_as_planned() -> None:
+def test_a_measured_server_is_as_fast_as_planned() -> None:
     """benchmarks/RESULTS.md: 1.5b, max-batch 128, prompts of 64 to 448 and answers of 32 to 224."""
     one = replica(128, 2048)
     asked = Load(rate=87.58, prompt=256, output=128)
     highest = 300 / one.waits(asked, math.inf, 300).seconds
-    assert highest == pytest.approx(109.5, rel=0.05)
+    assert highest == pytest.approx(109.5, rel=0.1)
     waits = one.waits(asked, 87.58, 500)
     assert waits.per_token(50) == pytest.approx(3.8e-3, rel=0.1)
-    # its first tokens took 22.9 ms at p50 and 180 at p99: a server's own time is not in the plan
-    assert waits.first_token(50) < 22.9e-3
+    assert waits.first_token(50) == pytest.approx(22.9e-3, rel=0.1)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_waits_of_measured_loads_are_planned_within_20_percent(number: int) -> None:
+    """Three loads that no constant was fitted to; the requests are those that were sent."""
+    record = json.loads(Path(root, "benchmarks/served_loads.json").read_text())["loads"][number]
+    machine = Machine.parse(f"{record['chip']}:1")
+    config = TrainConfig(record["model"], batch=record["max_batch"])
+    waits = load.replay(config, machine, record["requests"])
+    for what, planned in (
+        ("time to first token", waits.first_token),
+        ("between tokens", waits.per_token),
+    ):
+        half, _, most = record["measured"][what]
+        assert planned(50) == pytest.approx(half, rel=0.2)
+        assert planned(99) == pytest.approx(most, rel=0.2)
 
 
 def test_twice_the_load_needs_more_chips_and_the_cheapest_comes_first() -> None:
@@ -88,7 +104,7 @@ def test_what_cannot_be_served_is_said() -> None:
     with pytest.raises(MeshwrightError, match=r"a request that is alone waits .* for its first"):
         deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("l40s:1")], asked, batches=(32,))
     asked = Load(rate=1, prompt=400, output=60)
-    with pytest.raises(MeshwrightError, match=r"no mesh fits: needs .* with a batch of 32"):
+    with pytest.raises(MeshwrightError, match=r"no mesh fits: needs .* with a batch of 1"):
         deployments(TrainConfig("llama-3.1-405b"), [Machine.parse("l4:1")], asked)
     with pytest.raises(MeshwrightError, match="t5-small reads prompts with an encoder"):
         deployments(TrainConfig("t5-small"), [Machine.parse("l4:1")], asked)
@@ -97,6 +113,15 @@ def test_what_cannot_be_served_is_said() -> None:
         deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:8")], asked)
     with pytest.raises(MeshwrightError, match="rate=inf must be a number above 0"):
         Load(rate=math.inf, prompt=400, output=60)
+
+
+def test_long_prompts_are_served_with_the_largest_batch_that_fits() -> None:
+    asked = Load(rate=0.05, prompt=50_000, output=20, first_token=60, per_token=1)
+    (one,) = deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:1")], asked).found
+    assert one.max_batch < 32
+    twice = 2 * one.max_batch
+    with pytest.raises(MeshwrightError, match=f"no mesh fits: .* with a batch of {twice}"):
+        deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:1")], asked, batches=(twice,))
 
 
 def test_replicas_that_meet_the_waits_for_few_requests_alone_are_not_offered() -> None:
@@ -124,6 +149,14 @@ def test_the_command_prints_replicas_and_names_what_is_missing(
         plan_command([word for word in words if word != "--serve"])
     with pytest.raises(MeshwrightError, match="does not go with --requests"):
         plan_command([*words, "--seq", "512"])
+    with pytest.raises(MeshwrightError, match="--refused lists meshes of one machine"):
+        plan_command([*words, "--refused"])
+    two = [word if word != "h100:1" else "h100:1,h200:1" for word in words]
+    plan_command(two)
+    assert "h200:1" in capsys.readouterr().out
+    plan_command([*two, "--top", "1"])
+    table = capsys.readouterr().out.split("next")[0]
+    assert ("h100:1" in table) != ("h200:1" in table)
     with pytest.raises(MeshwrightError, match=r"compute.remat='full' is of training"):
         plan_command([*words, "--compute.remat", "full"])
     without = [word for word in words if word not in ("--requests", "5")]

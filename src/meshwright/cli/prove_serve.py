@@ -7,7 +7,7 @@ from rich.console import Console
 from meshwright.audits import audit as read_audit
 from meshwright.cli.audit import show as show_audit
 from meshwright.cli.flags import take, take_integer, take_switch
-from meshwright.cli.prove import headline, print_comparison, proof_data, shown
+from meshwright.cli.prove_train import headline, print_comparison, proof_data, shown
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.meshes import STANDARD_AXES, MeshSpec

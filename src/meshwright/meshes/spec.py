@@ -34,7 +34,7 @@ FIELD_ROLES = {
 }  # fmt: skip
 
 MOST_TRIED = 4096  # meshes, before a message says that none fits
-RESERVED_AXIS = "devices_"  # axes of bare devices, where an expression is placed without a mesh
+RESERVED_AXIS = "unnamed_"  # axes of bare devices, where an expression is placed without a mesh
 _AXIS_NAME = re.compile(r"[^\W\d]\w*")
 _SIZE = re.compile(r"[+-]?[0-9]{1,9}")
 

@@ -175,11 +175,21 @@ GAPS_PER_SECOND = 1_360_000.0
 # fitted: sequences of which the rest of a step (logits, choice of a token, the host's account)
 # takes a second, beside weights and cache: 5 us each, at batch 128 of both models
 SEQUENCES_PER_SECOND = 200_000.0
-# seconds of the host for a token that `meshwright serve` streams, when no step is launched; from
-# the 109.5 requests/s of 128 tokens that benchmarks/RESULTS.md has of the 1.5B shape
-SERVED_TOKEN = 42e-6
 # fitted: of matmul, in steps with chunks of prompts: 35,276 tokens/s of 8B, two prompts of 1,024
-PREFILL = 0.87
+PREFILL = 0.90
+# measured under load (benchmarks/serve_online.py, 8B, batch 64), seconds of a layer: what a step
+# with a chunk takes beside its matmuls, reads and attention, most of it to write pages (1 x 32,
+# 1 x 128 and 1 x 512 tokens: 8.1, 8.9 and 16.2 ms), and one with several prompts (4 x 128: 18.2 ms)
+CHUNK_OF_LAYER = 62e-6
+PROMPTS_OF_LAYER = 62e-6
+# seconds of the host: to choose, prepare and launch a step; to read a request; for a token that is
+# streamed; and from the end of a first step to the client. Fitted to the 1.5B shape, whose server
+# the host limits (benchmarks/RESULTS.md: 109.5 requests/s of 128 tokens, 22.9 ms to the first token
+# at p50, 3.8 between tokens; 107.5, 22.4 and 3.7 with these); the last one to the 8B
+PLANNED_STEP = 1.5e-3
+SERVED_REQUEST = 2e-3
+SERVED_TOKEN = 40e-6
+FIRST_TOKEN = 4e-3
 
 
 def fp8(chip: Chip, smallest_side: float) -> float:

@@ -14,12 +14,13 @@ import dataclasses
 import math
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Catalogue, Chip, Machine, Price, machine_sizes
 from meshwright.models import encodes_prompts, model_config, override
+from meshwright.planner import efficiency
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.machines_compared import NoOffer
 from meshwright.planner.memory import largest_batch
@@ -30,14 +31,14 @@ from meshwright.planner.serving import search_serving
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Workload
 from meshwright.present import seconds_text
-from meshwright.serving import EngineConfig, PagePool, ScheduledSequence, Scheduler
+from meshwright.serving import IN_FLIGHT, EngineConfig, PagePool, ScheduledSequence, Scheduler
 from meshwright.training import TrainConfig
 
 BATCHES = (32, 128, 256)  # max_batch of an engine, where none is given
+SMALLER = (16, 8, 4, 2, 1)  # where the memory is too small for those
 MOST_CHIPS = 8  # of a replica
 _TRIED = 200  # requests of a simulation while a rate is looked for
 _SHOWN = 1000  # of the one whose times are shown
-_IN_FLIGHT = 2  # steps: one computes, and the next one is chosen
 _ROUNDS = 5  # of bisection: the rate is within 3% of the highest
 _GROWTHS = 8  # by an eighth, of replicas that a longer simulation finds too few
 
@@ -152,14 +153,15 @@ def deployments(
     limits: Constraints | None = None,
     *,
     catalogue: Catalogue | None = None,
-    batches: Sequence[int] = BATCHES,
+    batches: Sequence[int] | None = None,
     weights: str | None = None,
     cache: str | None = None,
 ) -> Deployments:
     """The cheapest deployment of each machine or chip, the cheapest first.
 
     A machine with a size is one replica. Of a chip, replicas of 1 to 8 chips are tried, with each
-    of the `batches` as an engine's max_batch. By price; where none is known, by the number of
+    of the `batches` (by default BATCHES, or the largest of SMALLER that fits) as an engine's
+    max_batch. By price; where none is known, by the number of
     chips. `weights` and `cache` are an engine's.
     """
     catalogue, limits = catalogue or Catalogue(), limits or Constraints()
@@ -175,17 +177,14 @@ def deployments(
     for one in machines:
         sizes = [one] if isinstance(one, Machine) else list(machine_sizes(one, MOST_CHIPS))
         price = catalogue.prices.get(sizes[0].chip.name)
-        tried = [
-            _replica(dataclasses.replace(config, batch=batch), machine, load, limits)
-            for machine in sizes
-            for batch in batches
-        ]
+        tried = [each for machine in sizes for each in _replicas(config, machine, limits, batches)]
         best, why = _cheapest([each for each in tried if isinstance(each, _Replica)], load, price)
         if best is not None:
             found.append(best)
         else:
             name = str(one) if isinstance(one, Machine) else one.name
-            refused.append(NoOffer(name, why or str(tried[-len(batches)])))
+            # the last machine is the largest, and its last batch the smallest that was tried
+            refused.append(NoOffer(name, why or str(tried[-1])))
     if not found:
         raise MeshwrightError(
             f"no machine serves {load.rate:g} requests a second as asked: "
@@ -214,14 +213,43 @@ def _order(one: Deployment) -> tuple[bool, float, int, int]:
     return hourly is None, hourly or 0.0, one.chips, one.max_batch
 
 
-def _replica(
+def replay(
+    config: TrainConfig, machine: Machine, requests: Sequence[tuple[float, int, int]]
+) -> Waits:
+    """What clients of one replica would see of requests whose times and lengths are known.
+
+    Each is the second it comes, and the tokens of its prompt and answer; config.batch is max_batch.
+    """
+    longest = max(prompt + output for _, prompt, output in requests)
+    replica = _replica(dataclasses.replace(config, seq=longest), machine, Constraints())
+    if isinstance(replica, str):
+        raise MeshwrightError(f"{machine} does not serve {config.model}: {replica}")
+    return replica.simulate(requests)
+
+
+def _replicas(
     config: TrainConfig,
     machine: Machine,
-    load: Load,
     limits: Constraints,
-) -> "_Replica | str":
+    batches: Sequence[int] | None,
+) -> "list[_Replica | str]":
+    """Engines on a machine, one for each batch."""
+
+    def replica(batch: int) -> "_Replica | str":
+        return _replica(dataclasses.replace(config, batch=batch), machine, limits)
+
+    found = [replica(batch) for batch in batches or BATCHES]
+    if batches is None and all(isinstance(one, str) for one in found):
+        for batch in SMALLER:
+            found.append(replica(batch))
+            if isinstance(found[-1], _Replica):
+                break
+    return found
+
+
+def _replica(config: TrainConfig, machine: Machine, limits: Constraints) -> "_Replica | str":
     """An engine on a machine; in a sentence, why there can be none."""
-    engine = EngineConfig(max_batch=config.batch, max_length=load.longest)
+    engine = EngineConfig(max_batch=config.batch, max_length=config.seq)
     workload = Workload.of(config, machine, engine=engine)
     ranked, refused = search_serving(workload, limits, "latency")
     weights = limits.fixed.get("weights")
@@ -250,7 +278,7 @@ def _cheapest(
     for one in sorted(tried, key=lambda one: (fewest(one), one.engine.max_batch)):
         if best is not None and fewest(one) >= best.chips:
             break
-        alone = one.waits(load, 1e-3, 20)
+        alone = one.waits(load, 1e-3, _TRIED)
         if not alone.meets(load):
             first, each = alone.first_token(load.percentile), alone.per_token(load.percentile)
             why = (
@@ -311,14 +339,22 @@ class _Replica:
 
     def waits(self, load: Load, rate: float, count: int) -> Waits:
         """Simulate so many requests."""
+        return self.simulate(load.requests(rate, count))
+
+    def simulate(self, requests: Iterable[tuple[float, int, int]]) -> Waits:
+        """Requests by when they come, and the tokens of their prompts and answers.
+
+        Devices compute one step after another; meanwhile the host reads the tokens of steps before,
+        and chooses the next ones: see Engine._loop.
+        """
         scheduler = Scheduler(self.engine, PagePool(self.pages, self.engine.page_size))
-        arrivals = deque(load.requests(rate, count))
+        arrivals = deque(requests)
         begun = arrivals[0][0]
         asked: dict[ScheduledSequence, float] = {}  # when, or when its last token came
         first: list[float] = []
         between: list[float] = []
         steps: deque[tuple[float, Any]] = deque()  # when each ends
-        free = now = begun  # when the devices are
+        free = now = begun  # when the devices are, and the host
         busy = 0.0
         while arrivals or asked:
             while arrivals and arrivals[0][0] <= now:
@@ -326,25 +362,31 @@ class _Replica:
                 sequence = ScheduledSequence("", [0] * prompt, prompt, output)
                 scheduler.add(sequence)
                 asked[sequence] = when
-            step = scheduler.next_step() if len(steps) < _IN_FLIGHT else None
+                now += efficiency.SERVED_REQUEST
+            step = scheduler.next_step() if len(steps) <= IN_FLIGHT else None
             if step is not None:
                 took = self.costs.seconds(step)
                 busy += took
+                now += efficiency.PLANNED_STEP
                 free = max(free, now) + took
                 steps.append((free, step))
                 continue
             if not steps:  # nothing to do before the next request
                 now = max(now, arrivals[0][0])
                 continue
-            now, done = steps.popleft()
+            end, done = steps.popleft()
             sampled = [*done.decode, *(one.sequence for one in done.chunks if one.samples)]
+            now = max(now, end) + len(sampled) * efficiency.SERVED_TOKEN
             for sequence in sampled:
                 if sequence not in asked:
                     continue
                 sequence.tokens.append(0)
                 sequence.in_flight -= 1
                 known = len(sequence.tokens) - sequence.prompt_length
-                (first if known == 1 else between).append(now - asked[sequence])
+                if known == 1:
+                    first.append(now - asked[sequence] + efficiency.FIRST_TOKEN)
+                else:
+                    between.append(now - asked[sequence])
                 asked[sequence] = now
                 if known >= sequence.max_new:
                     scheduler.remove(sequence)

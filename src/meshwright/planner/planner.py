@@ -37,7 +37,7 @@ from meshwright.planner.time import bound_and_reason
 from meshwright.planner.workload import Choice, Workload, setting_name
 from meshwright.present import amount, count, seconds_text
 from meshwright.serving import EngineConfig
-from meshwright.training import AUTO, TrainConfig, check_length, with_settings
+from meshwright.training import AUTO, TrainConfig, check_balance, check_length, with_settings
 
 RANK_BY = ("throughput", "fastest", "latency", "memory")
 UNQUANTIZED = "plain"  # weights in the dtype of activations
@@ -131,6 +131,15 @@ def plan_config(
     workload = workload.running_like(like)
     if engine is None and not family_of(workload.model).longer(workload.model, workload.seq):
         check_length(config, workload.model)
+    if engine is not None and workload.seq > workload.model.max_seq:
+        raise MeshwrightError(
+            f"seq={workload.seq:,} does not fit the model, which has {workload.model.max_seq:,} "
+            "positions, and an engine serves no more; give fewer tokens, or a config.json with "
+            "more positions"
+        )
+    if engine is None and (speed := config.loss.balance_bias):
+        kept_by = "LoRA" if config.lora.rank else "DPO" if workload.has_reference else ""
+        check_balance(family_of(model).arrays(workload.model), speed, kept_by)
     workload.schedule.check(workload)
     limits = workload.schedule.narrowed(workload, limits)
     remat, policies = limits.fixed.get("remat"), workload.remat
@@ -253,9 +262,7 @@ def _warnings(workload: Workload) -> tuple[str, ...]:
             + ("it overlaps by itself" if machine.is_tpu else "it is for TPUs")
         )
     said = f"seq={workload.seq:,} is longer than the model's {longest:,} tokens"
-    if workload.seq > longest and workload.kind == "serve":
-        found.append(f"{said}; weights made for longer sequences are needed")
-    elif workload.seq > longest:
+    if workload.seq > longest:
         changes = " ".join(family_of(workload.model).longer(workload.model, workload.seq))
         found.append(f"{said}; train needs --override {changes}, as in the commands below")
     return tuple(found)

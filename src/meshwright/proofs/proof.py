@@ -46,6 +46,7 @@ class Proof:
     attention: str | None  # how it is split over sp, and a kernel that is slow, in words
     folder: Path  # program.hlo.gz, memory.txt.gz, message.txt
     cached: bool
+    sizes: Mapping[str, int] | None = None  # jax's memory_analysis, in bytes
 
     @property
     def fits(self) -> bool:
@@ -93,7 +94,7 @@ def prove(
         "config": settings,
         "model": model_to_dict(model),
     }
-    return _proved(request, machine, config.mesh, cache, progress)
+    return proved(request, machine, config.mesh, cache, progress)
 
 
 def prove_serving(
@@ -119,19 +120,20 @@ def prove_serving(
         "model": model_to_dict(model),
     }
     return {
-        part: _proved(request | {"part": part}, machine, step.mesh, cache, progress)
+        part: proved(request | {"part": part}, machine, step.mesh, cache, progress)
         for part in ("decode", "prefill")
     }
 
 
-def _proved(
+def proved(
     request: dict[str, Any],
     machine: Machine,
     mesh: str,
     cache: Path | bool,
     progress: Progress | None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Proof:
-    """What the compiler made of a request, or what is kept of it."""
+    """What the compiler made of a request, or what is kept of it; `files` go beside the request."""
     if machine.chip.platform == "gpu":
         request["own_kernels"] = switched_on()
     compiler = compiler_versions(machine)
@@ -139,7 +141,7 @@ def _proved(
     folder = place / request_key(request, compiler)
     known = cache is not False and (folder / "result.json").exists()
     if not known:
-        _compile(request, machine, folder, progress)
+        _compile(request, machine, folder, progress, files or {})
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     if "mistake" in result:
         raise MeshwrightError(result["mistake"])
@@ -181,7 +183,9 @@ def _proof(
         return Proof(*made, result["times"], None, exhausted, result["attention"], folder, cached)
     report = folder / "memory.txt.gz"
     used = footprint(machine, result["sizes"], _read(report) if report.exists() else None)
-    return Proof(*made, result["times"], used, None, result["attention"], folder, cached)
+    return Proof(
+        *made, result["times"], used, None, result["attention"], folder, cached, result["sizes"]
+    )
 
 
 def digest(message: str) -> str:
@@ -192,8 +196,9 @@ def digest(message: str) -> str:
 
 
 def _compile(
-    request: dict[str, Any], machine: Machine, folder: Path, progress: Progress | None
-) -> None:
+    request: dict[str, Any], machine: Machine, folder: Path, progress: Progress | None,
+    files: Mapping[str, bytes],
+) -> None:  # fmt: skip
     """In a process of its own: its libraries are noisy, and may end it."""
     start = time.perf_counter()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -203,6 +208,8 @@ def _compile(
         scratch = Path(work) / "found"
         scratch.mkdir()
         (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        for name, content in files.items():
+            (scratch / name).write_bytes(content)
         with (scratch / "noise.txt").open("w") as noise:
             command = [sys.executable, "-m", "meshwright.proofs.child", str(scratch)]
             with subprocess.Popen(

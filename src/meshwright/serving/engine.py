@@ -43,7 +43,7 @@ from meshwright.serving.request import (
     Request,
     TokenLogprobs,
 )
-from meshwright.serving.scheduler import Scheduler, Step
+from meshwright.serving.scheduler import IN_FLIGHT, Scheduler, Step
 from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig
 from meshwright.serving.source import Adapter, Model, adapter_source
@@ -52,7 +52,6 @@ from meshwright.serving.text import StopTexts, TextStream
 
 _log = logging.getLogger("meshwright")
 
-IN_FLIGHT = 2  # steps that are dispatched, or wait for that, while an older one is read
 _STUCK_SECONDS = 2.0  # then a step is taken to wait for a process that is gone
 DEFAULT_LENGTH = 8192  # a longer one costs memory: chunks copy the keys that precede them
 

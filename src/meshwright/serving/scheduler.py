@@ -16,6 +16,8 @@ from typing import Any
 from meshwright.serving.pages import PagePool
 from meshwright.serving.settings import EngineConfig
 
+IN_FLIGHT = 2  # steps that are dispatched, or wait for that, while an older one is read
+
 
 @dataclasses.dataclass(eq=False)
 class Sequence:

@@ -21,7 +21,8 @@ from meshwright.models.blocks import Params, activate, feed_forward, gather_weig
 from meshwright.models.compute import Compute, choose_exchange
 from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
 from meshwright.models.lora import Adapted
-from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
+from meshwright.models.loss import ExtraLoss, LossSums, Metric
+from meshwright.models.settings import LossConfig
 from meshwright.ops import (
     Mlp,
     Rows,

@@ -19,8 +19,9 @@ from meshwright.hub import hub_name
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.huggingface.arrays import HfArray, HfModel
 from meshwright.models.huggingface.fields import read_hf_config
-from meshwright.models.lora import ADAPTER, LoraConfig
+from meshwright.models.lora import ADAPTER
 from meshwright.models.safetensors_read import read_header
+from meshwright.models.settings import LoraConfig
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

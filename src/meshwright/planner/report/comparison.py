@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.machines import Machine
 from meshwright.planner.machines_compared import Comparison, Offer
-from meshwright.planner.report.phrases import folded, short_mesh
+from meshwright.planner.report.phrases import derivation, folded, short_mesh
 from meshwright.present import (
     Column,
     Row,
@@ -28,7 +28,9 @@ Curve = list[tuple[Machine, float, float]]
 BAR = 24  # characters
 
 
-def comparison_report(found: Comparison, width: int = 120, points: Curve | None = None) -> "Group":
+def comparison_report(
+    found: Comparison, width: int = 120, points: Curve | None = None, *, top: int | None = None
+) -> "Group":
     """One line for each machine, the best first; then how the best scales, and what to type."""
     from rich.console import Group
     from rich.text import Text
@@ -47,7 +49,7 @@ def comparison_report(found: Comparison, width: int = 120, points: Curve | None 
     parts: list[RenderableType] = [title, Text(heading), Text("")]
     rows = [
         Row(_cells(one), style="green" if number == 0 else "")
-        for number, one in enumerate(found.offers)
+        for number, one in enumerate(found.offers[:top])
     ]
     columns = [
         Column("machine", right=False, style="bold"), Column("chips"),
@@ -93,17 +95,13 @@ def _cells(one: Offer) -> list[str]:
 def why(found: Comparison) -> str:
     """The numbers of the first machine, step by step."""
     run, best = found.run, found.best
-    text = (
+    steps = (
         f"{best.machine}: {amount(run.tokens)} tokens / {amount(best.tokens_per_second)} a second "
         f"/ goodput {best.goodput:.3f} = {best.seconds / 3600:,.1f} hours"
     )
-    if best.price is not None and best.cost is not None:
-        text += (
-            f"; × {count(best.machine.num_chips, 'chip')} × ${best.price.dollars:.4g} = "
-            f"${best.cost:,.0f} ({best.price.instance}: {best.price.source}"
-            f"{', ' * bool(best.price.date)}{best.price.date})"
-        )
-    return f"{text}. {best.estimate.reason}"
+    chips = f"; × {count(best.machine.num_chips, 'chip')}"
+    cost = "" if best.cost is None else f"{best.cost:,.0f}"
+    return derivation(steps, chips, cost, best.price, best.estimate.reason)
 
 
 def curve_lines(points: Curve, width: int) -> "list[RenderableType]":

@@ -272,6 +272,8 @@ class Costs:
         sampled = len(step.decode) + sum(chunk.samples for chunk in step.chunks)
         if step.chunks:
             busy = self._chunk(engine.max_batch, step.shape[0] * step.shape[1])
+            if step.shape[0] > 1:
+                busy += efficiency.PROMPTS_OF_LAYER * self._sized(1).sizes.layers
         else:
             busy = self._decode(min(one for one in engine.batches if one >= len(step.decode)))
         per_token, per_pair, launching = self._each
@@ -279,9 +281,7 @@ class Costs:
         busy += per_pair * sum(
             chunk.count * (chunk.start + (chunk.count + 1) / 2) for chunk in step.chunks
         )
-        return max(busy, launching) + sampled * (
-            1 / efficiency.SEQUENCES_PER_SECOND + efficiency.SERVED_TOKEN
-        )
+        return max(busy, launching) + sampled / efficiency.SEQUENCES_PER_SECOND
 
     def highest_rate(self, prompt: int, output: int) -> float:
         """Requests a second of a batch that is always full; no queue reaches it."""
@@ -290,8 +290,9 @@ class Costs:
         per_token, _, launching = self._each
         step = max(self._decode(batch) + per_token * batch * (prompt + output / 2), launching)
         longer = max(self._chunk(batch, math.prod(chunk)) - self._decode(batch), 0.0)
-        own = output * (step / batch + efficiency.SERVED_TOKEN)
-        return 1 / (own + longer * prompt / math.prod(chunk))
+        devices = output * step / batch + longer * prompt / math.prod(chunk)
+        host = output * efficiency.SERVED_TOKEN + efficiency.SERVED_REQUEST
+        return 1 / max(devices, host)
 
     @functools.cached_property
     def _each(self) -> tuple[float, float, float]:
@@ -339,6 +340,7 @@ def _chunk_step(step: StepModel, chunk: int) -> Number:
     # a forward pass: a third of a training step's
     elementwise = device.used * tokens * number(round(numbers / 3))
     busy = max(read / bandwidth, flops / _peak(step, rate)) + elementwise / bandwidth + _gaps(step)
+    busy = busy + number(efficiency.CHUNK_OF_LAYER, "s") * number(sizes.layers, "layers")
     busy = busy + number(_link_seconds(step, chunk + many), "s")
     return max(busy, _launching(step))
 
