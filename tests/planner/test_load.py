@@ -143,7 +143,7 @@ def test_the_command_prints_replicas_and_names_what_is_missing(
     assert data["deployments"][0]["chips"] == 1
     plan_command([*words, "--engine.cache", "fp8"])
     assert "--engine.cache fp8" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(MeshwrightError, match="--prompt and --output are missing"):
+    with pytest.raises(MeshwrightError, match="add --prompt 1000 and --output 200"):
         plan_command(served)
     with pytest.raises(MeshwrightError, match="add --serve"):
         plan_command([word for word in words if word != "--serve"])
