@@ -101,13 +101,18 @@ def subcommands(help_text: str) -> list[str]:
     return found[1].split(",") if found else []
 
 
+# the heading of a group of options: underlined, or a line of its own with a colon
+GROUP = r"^(?: (\S.*)\n -{20,}|([a-z][\w ]*):)\n"
+
+
 def help_page(words: list[str], level: int = 1) -> str:
     """The help of a command as Markdown: a heading for each group of options."""
     text = printed_by([*words, "--help"])
-    usage, *groups = re.split(r"^ (\S.*)\n -{20,}\n", text, flags=re.MULTILINE)
+    usage, *groups = re.split(GROUP, text, flags=re.MULTILINE)
     lines = [f"{'#' * level} meshwright {' '.join(words)}", "", fence(usage)]
-    for group, options in zip(groups[::2], groups[1::2], strict=True):
-        lines += [f"{'#' * (level + 1)} {group.capitalize()}", "", fence(options)]
+    for underlined, named, options in zip(*(groups[start::3] for start in range(3)), strict=True):
+        title = (underlined or named).capitalize()
+        lines += [f"{'#' * (level + 1)} {title}", "", fence(options)]
     parts = [help_page([*words, name], level + 1) for name in subcommands(text)]
     return "\n".join([*lines, *parts])
 
@@ -122,9 +127,13 @@ def command_pages() -> Iterator[tuple[str, str]]:
     """A page for each command."""
     from meshwright.cli.commands import COMMANDS
 
-    for name in COMMANDS:
-        title, _, rest = help_page([name]).partition("\n")
-        yield f"reference/commands/{name}.md", f"{title}\n\n{COMMANDS[name].summary}\n{rest}"
+    for name, command in COMMANDS.items():
+        title, _, rest = help_page(name.split()).partition("\n")
+        yield command_address(name), f"{title}\n\n{command.summary}\n{rest}"
+
+
+def command_address(name: str) -> str:
+    return f"reference/commands/{name.replace(' ', '-')}.md"
 
 
 # --- the table of models
