@@ -31,7 +31,7 @@ SEARCHED = (  # our model, AIConfigurator's, machine, its name there
     ("llama-3.1-70b", "meta-llama/Meta-Llama-3.1-70B", "h100:4", "h100_sxm"),
     ("llama-3.1-70b", "meta-llama/Meta-Llama-3.1-70B", "h200:4", "h200_sxm"),
 )
-TENSORRT = "TensorRT-LLM 1.0, docs/source/performance/perf-overview.md"
+TENSORRT = "TensorRT-LLM 1.0, nvidia.github.io/TensorRT-LLM/performance/perf-overview.html"
 VLLM = "vLLM 0.23.0, johnmusgrave.com/p/vllm-throughput-latency-sweep-on"
 NIM = "NIM 1.8.0, docs.nvidia.com/nim/benchmarking/llm/1.0.0/performance"
 
@@ -160,13 +160,13 @@ def main() -> None:
             f"measured kernels; ours is a plan of our engine, none of it measured on these "
             f"machines but one H200 with 8B. Then published throughputs, in fp8 but for vLLM's, "
             f"beside plans with weights and cache in the same dtype and the batch always full "
-            f"(geometric mean of the ratios {mean:.2f}). What differs: an answer's token takes "
-            f"{1e6 * efficiency.SERVED_TOKEN:.0f} µs of our server's host while the devices wait, "
-            f"which AIConfigurator does not count for vLLM and TensorRT-LLM does beside the steps; "
-            f"our fp8 is of weights and cache, the published engines multiply in fp8 too, which "
-            f"halves the time of prompts; ours has requests at random times, AIConfigurator a "
-            f"fixed number at a time. For 70B, whose steps are longer than the host's work, plan "
-            f"and AIConfigurator are 2 to 14% apart. {here()}."
+            f"(geometric mean of the ratios {mean:.2f}). Known differences, none of "
+            f"them isolated by a measurement: an answer's token takes "
+            f"{1e6 * efficiency.SERVED_TOKEN:.0f} µs of our server's host while the devices wait "
+            f"(its part of the planned time is in the table), AIConfigurator counts no such time; "
+            f"our fp8 is of weights and cache, the published engines also multiply in fp8, at "
+            f"twice the peak; ours has requests at random times, AIConfigurator a fixed number at "
+            f"a time. {here()}."
         )
         write_section("Serving plans beside AIConfigurator, TensorRT-LLM and NIM", intro, lines)
 
