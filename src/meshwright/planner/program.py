@@ -94,13 +94,13 @@ class ProgramPlan:
             "elementwise": "all else that is read and written",
             "waiting": "collectives that nothing hides",
         }
-        rows = [
+        lines = [
             Row((part, seconds_text(seconds), percent(seconds / self.step_seconds), what[part]))
             for part, seconds in self.seconds.items()
             if seconds
         ]
         columns = [Column("time", right=False), Column(""), Column(""), Column("of", right=False)]
-        return columns, rows
+        return columns, lines
 
     def _headline(self) -> str:
         verdict = "fits" if self.fits else "does not fit"
@@ -118,8 +118,8 @@ def plan_partitioned(
     on_cpu = machine.chip.platform == "cpu"  # which compiled it
     program = read_program(text) if on_cpu else with_scatters(read_program(text))
     work = program_work(program)
-    rows = tuple(collectives(program, mesh)) if mesh else ()
-    sent, seconds = timed(rows, work, machine, mesh)
+    inserted = tuple(collectives(program, mesh)) if mesh else ()
+    sent, seconds = timed(inserted, work, machine, mesh)
     kinds = {
         "arguments": sizes["argument"],
         "outputs beside them": sizes["output"] - sizes["alias"],
@@ -134,14 +134,14 @@ def plan_partitioned(
     return ProgramPlan(
         name, machine, mesh,
         Memory({kind: size for kind, size in kinds.items() if size}, machine.usable_memory),
-        Audit(mesh, rows, (), ()), sent, work.flops,
+        Audit(mesh, inserted, (), ()), sent, work.flops,
         work.elementwise_bytes + sum(one.bytes * one.times for one in work.matmuls),
         seconds, tuple(notes),
     )  # fmt: skip
 
 
 def timed(
-    rows: Sequence[SentCollective], work: ProgramWork, machine: Machine, mesh: Mapping[str, int]
+    inserted: Sequence[SentCollective], work: ProgramWork, machine: Machine, mesh: Mapping[str, int]
 ) -> tuple[tuple[Collective, ...], dict[str, float]]:
     """Collectives with their links and seconds, and the seconds of a run by part."""
     chip = machine.chip
@@ -149,17 +149,17 @@ def timed(
     bandwidth = efficiency.MEMORY * chip.memory_bandwidth / chip.cores_per_chip
     elementwise = work.elementwise_bytes / bandwidth
     found, able = [], []
-    for row in rows:
-        if not row.counted:
+    for one in inserted:
+        if not one.counted:
             continue
-        link = over(place_axes(machine, mesh), row.axes)
-        seconds = row.times * link.seconds(row.operation, row.bytes)
-        scatters = "all-gather" if row.operation == "all-gather" else "reduce-scatter"
-        hides = efficiency.hides(chip, scatters, False) if row.name in work.prefetched else 0.0
+        link = over(place_axes(machine, mesh), one.axes)
+        seconds = one.times * link.seconds(one.operation, one.bytes)
+        scatters = "all-gather" if one.operation == "all-gather" else "reduce-scatter"
+        hides = efficiency.hides(chip, scatters, False) if one.name in work.prefetched else 0.0
         able.append(hides * seconds)
         found.append(
             Collective(
-                row.operation, row.axes, row.bytes, row.times, row.phase, row.source,
+                one.operation, one.axes, one.bytes, one.times, one.phase, one.source,
                 link=link.words, seconds=seconds,
             )
         )  # fmt: skip
@@ -189,9 +189,9 @@ def _matmul_seconds(chip: Chip, one: Matmul) -> float:
 
 
 def _memory_table(memory: Memory) -> tuple[list[Column], list[Row]]:
-    rows = [Row((kind, bytes_text(size))) for kind, size in memory.kinds.items()]
-    rows.append(Row(("in all", bytes_text(memory.total))))
-    return [Column("memory of a device", right=False), Column("bytes")], rows
+    lines = [Row((kind, bytes_text(size))) for kind, size in memory.kinds.items()]
+    lines.append(Row(("in all", bytes_text(memory.total))))
+    return [Column("memory of a device", right=False), Column("bytes")], lines
 
 
 def _collectives_table(plan: ProgramPlan) -> tuple[list[Column], list[Row]]:
@@ -201,7 +201,7 @@ def _collectives_table(plan: ProgramPlan) -> tuple[list[Column], list[Row]]:
         key = one.what, one.operation, one.axes, one.bytes, one.phase
         groups.setdefault(key, []).append(one)
     alike = sorted(groups.values(), key=lambda ones: -sum(one.seconds for one in ones))
-    rows = [
+    lines = [
         Row(
             (
                 seconds_text(sum(one.seconds for one in ones)),
@@ -215,4 +215,4 @@ def _collectives_table(plan: ProgramPlan) -> tuple[list[Column], list[Row]]:
     ]  # fmt: skip
     names = ("seconds", "waits", "times", "collective", "axes", "bytes", "phase", "link", "source")
     right = ("seconds", "waits", "times", "bytes")
-    return [Column(name, right=name in right) for name in names], rows
+    return [Column(name, right=name in right) for name in names], lines

@@ -246,11 +246,11 @@ class _Body:
         else:
             inner = math.prod(left[1][dim] for dim in _dims(one, "lhs_contracting_dims"))
             batch = math.prod(left[1][dim] for dim in _dims(one, "lhs_batch_dims"))
-            rows = math.prod(left[1]) // max(inner * batch, 1)
-            sides = (rows, out // max(rows * batch, 1), inner)
+            height = math.prod(left[1]) // max(inner * batch, 1)
+            sides = (height, out // max(height * batch, 1), inner)
         size = one.bytes + sum(array_bytes(array) for array in (left, right))
-        narrow = min((left[0], right[0]), key=lambda dtype: array_bytes((dtype, (8,))))
-        return Matmul(2.0 * out * inner, size, min(sides), narrow)
+        smaller = min((left[0], right[0]), key=lambda dtype: array_bytes((dtype, (8,))))
+        return Matmul(2.0 * out * inner, size, min(sides), smaller)
 
     def elementwise_bytes(self) -> float:
         """Of every array beside matmuls' and collectives': written once, and what it reads."""
@@ -271,7 +271,7 @@ class _Body:
     def prefetched(self) -> list[str]:
         """Collectives that no matmul waits for.
 
-        What is gathered is there before the first matmul: weights. Or what is summed is read by
+        What is all-gathered is there before the first matmul: weights. Or what is summed is read by
         none after it, in this trip of a loop or the next: gradients.
         """
         given, early = self._unchanged(), dict[str, bool]()
@@ -359,7 +359,7 @@ class _Body:
             live += sum(size[key] for key in new)
             ending = [key for key in ends.get(i, []) if key not in new]
             shared = 0
-            if one.operation == "while":  # a loop goes on with the arrays that it was given
+            if one.operation == "while":  # a loop continues with the arrays that it was given
                 shared = sum(size[key] for key in ending if key in handed)
             elif one.operation not in (*_MATMULS, "all-gather") and new and ending:
                 shared = min(sum(size[key] for key in new), max(size[key] for key in ending))

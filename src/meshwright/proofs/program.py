@@ -49,8 +49,8 @@ class ProgramProof(Proof):
         """The verdict, plan beside compiler, time, and every collective."""
         parts = [repr(self)]
         if self.footprint is not None:
-            rows = [(kind, size) for kind, size in self.footprint.kinds.items() if size]
-            parts.append(", ".join(f"{kind} {bytes_text(size)}" for kind, size in rows))
+            kinds = ((kind, size) for kind, size in self.footprint.kinds.items() if size)
+            parts.append(", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds))
         if self.compared:
             parts += ["", table_text(*comparison_table(self.compared))]
         if self.plan is not None:
