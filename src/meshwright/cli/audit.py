@@ -151,7 +151,7 @@ def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
     from meshwright.cli.train import settings
     from meshwright.training import AbstractStep, abstract_step
 
-    config = settings(words)
+    config = settings(words, prog="meshwright audit")
     simulate(config.cpu_devices)
     step: AbstractStep = abstract_step(config)
     expected = _expectations(expect, step.mesh.axis_names)

@@ -118,6 +118,8 @@ class Setting:
             return text
         if kind is int or typing.get_origin(kind) is tuple:  # a tuple of numbers is of pairs
             return integer(text, 1024 if self.last in LENGTHS else 1000)
+        if kind is Path and not text.strip():
+            raise MeshwrightError("the path is empty; . is the folder you are in")
         if kind is not float:
             return kind(text)
         try:
@@ -260,6 +262,8 @@ def _joined(words: Sequence[str], known: Sequence[Setting]) -> list[str]:
     joined: list[str] = []
     for word in words:
         flag, equals, value = word.partition("=")
+        if word == "--":  # nothing here needs it
+            continue
         if joined and joined[-1] in takes_one and word[:1] == "-" and word[:2] != "--":
             joined[-1] += f"={word}"
         elif word.startswith("--"):

@@ -109,7 +109,10 @@ def plan_command(arguments: Sequence[str]) -> None:
     catalogue = Catalogue() if file is None else read_catalogue(file)
     on = take(words, "--on")
     if on is None:
-        sizes = [size for size in ("--batch 256", "--seq 4096") if size.split()[0] not in words]
+        sizes = ["--batch 256", "--seq 4096"]
+        if "--requests" in words:
+            sizes = ["--serve", "--prompt 1000", "--output 200"]
+        sizes = [size for size in sizes if size.split()[0] not in words]
         _missing(words, ["--on v5p:4x4x4 (or h100:8, here …)", *sizes])
     assert on is not None
     names = [name.strip() for name in on.split(",")]

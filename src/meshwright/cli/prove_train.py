@@ -62,7 +62,7 @@ def prove_train(words: list[str]) -> None:
         raise MeshwrightError(
             "--on says for which machine to compile: --on v5p:4x4x4, --on h100:8, --on cpu:8"
         )
-    config, machine = settings(words, default), Machine.parse(on)
+    config, machine = settings(words, default, "meshwright prove"), Machine.parse(on)
     if config.backend == "torch":
         raise MeshwrightError(
             "prove compiles the step of the JAX backend; with --backend torch mw.torch.audit lists "
