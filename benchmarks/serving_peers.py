@@ -101,7 +101,7 @@ def steady(one: Published) -> tuple[float, int]:
     for size in (one.at_a_time,) if one.at_a_time else (1024, 512, 256, 128, 64, 32, 16, 8, 4):
         config = TrainConfig(one.model, batch=size, seq=asked.longest)
         limits = Constraints(fixed=fixed)
-        found = loads._replica(config, Machine.parse(one.machine), asked, limits)
+        found = loads._replica(config, Machine.parse(one.machine), limits)
         if not isinstance(found, str):
             rate = one.output * found.costs.highest_rate(one.prompt, one.output)
             best, batch = max((best, batch), (rate, size))
@@ -162,10 +162,10 @@ def main() -> None:
             f"beside plans with weights and cache in the same dtype and the batch always full "
             f"(geometric mean of the ratios {mean:.2f}). Known differences, none of "
             f"them isolated by a measurement: an answer's token takes "
-            f"{1e6 * efficiency.SERVED_TOKEN:.0f} µs of our server's host while the devices wait "
-            f"(its part of the planned time is in the table), AIConfigurator counts no such time; "
-            f"our fp8 is of weights and cache, the published engines also multiply in fp8, at "
-            f"twice the peak; ours has requests at random times, AIConfigurator a fixed number at "
+            f"{1e6 * efficiency.SERVED_TOKEN:.0f} µs of our server's host beside the devices' "
+            f"work (its part of the time is in the table), AIConfigurator counts no such time; "
+            f"with tp, ours multiplies in fp8 only what is not summed over devices; ours has "
+            f"requests at random times, AIConfigurator a fixed number at "
             f"a time. {here()}."
         )
         write_section("Serving plans beside AIConfigurator, TensorRT-LLM and NIM", intro, lines)
