@@ -326,28 +326,39 @@ def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) ->
         return f"no mesh{within} can run {what}: {some}; {fits}"
     nearest = min(too_large)[2]
     said = f"{what} fits on no mesh{within}: the nearest, '{nearest.choice.mesh}', {nearest.why}"
-    if bases := _bases_that_fit(workload, limits):
-        return f"{said}; {' or '.join(f'--lora.base {base}' for base in bases)} would fit"
+    if flags := _settings_that_fit(workload, limits):
+        said += f"; {' or '.join(flags)} would fit"
+        if workload.config.lora.rank:
+            return said
     larger = _larger_that_fits(workload, limits)
     if larger is None:
         return f"{said}; nor does it on {MOST_DEVICES:,} devices of that chip"
     return f"{said}; {count(larger.num_devices, 'device')} would do: '{larger}'"
 
 
-def _bases_that_fit(workload: Workload, limits: Constraints) -> list[str]:
-    """Of a run with LoRA, the dtypes of 8 and 4 bits in which the frozen weights would fit."""
-    if not workload.config.lora.rank or workload.kind != "train":
+def _settings_that_fit(workload: Workload, limits: Constraints) -> list[str]:
+    """Flags with which a run would fit: smaller moments or parameters, with LoRA a smaller base."""
+    config = workload.config
+    if workload.kind != "train" or config.backend != "jax":
         return []
+    smaller = [("optimizer.moments", "bfloat16"), ("compute.param_dtype", "bfloat16")]
+    if config.lora.rank:
+        smaller = [("lora.base", base) for base in QUANTIZED_BASES]
 
-    def fits(base: str) -> bool:
-        config = with_settings(workload.config, {"lora.base": base})
+    def fits(setting: str, value: str) -> bool:
         try:
+            config = with_settings(workload.config, {setting: value})
             changed = Workload.of(config, workload.machine, workload.model)
         except MeshwrightError:  # a size or setting that these do not take
             return False
         return _first_that_fits(changed, limits) is not None
 
-    return [base for base in QUANTIZED_BASES if fits(base)]
+    known = flat_settings(config)
+    return [
+        f"--{setting.replace('_', '-')} {value}"
+        for setting, value in smaller
+        if known[setting] != value and fits(setting, value)
+    ]
 
 
 def _proposal(workload: Workload, limits: Constraints, refused: Choice) -> str:
