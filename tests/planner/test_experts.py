@@ -226,7 +226,7 @@ def test_arrays_whose_work_is_not_declared_are_refused(monkeypatch: pytest.Monke
 
 
 def test_a_balance_that_train_refuses_is_not_planned() -> None:
-    with pytest.raises(MeshwrightError, match="this model has no experts; leave it out"):
+    with pytest.raises(MeshwrightError, match="tiny has no experts; leave it out"):
         plan("tiny", "h100:8", 64, 128, balance_bias=0.001)
     with pytest.raises(MeshwrightError, match="this model has none; leave it out and balance"):
         plan("mixtral-8x7b", "h100:8x8", 64, 1024, balance_bias=0.001)

@@ -25,7 +25,7 @@ from meshwright.machines import Machine
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models.decoder import PRESETS
 from meshwright.ops.rope import LinearScaling, Rope, YarnScaling
-from meshwright.planner import Run, compare, constraints_of, curve, sizes
+from meshwright.planner import Run, compare, constraints_of, curve, planned_sizes
 from meshwright.planner.report import (
     comparison_page,
     explain,
@@ -490,7 +490,7 @@ def test_the_page_needs_nothing_from_outside() -> None:
 def test_the_page_copies_commands_and_slides_to_other_sizes() -> None:
     machine = Machine.parse("h100:8")
     config = TrainConfig("tiny", batch=32, seq=128)
-    found = sizes(config, machine, constraints_of(config))
+    found = planned_sizes(config, machine, constraints_of(config))
     assert {one.machine.num_chips for one in found} == {2, 4, 8, 16, 32}
     assert {one.batch for one in found} == {8, 16, 32, 64, 128}
     own = [one for one in found if one.batch == 32]

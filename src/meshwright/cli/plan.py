@@ -356,10 +356,10 @@ def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:
 def _sizes(ranking: "Plan") -> "list[Size]":
     if ranking.workload.kind == "serve":
         return []
-    from meshwright.planner import constraints_of, sizes
+    from meshwright.planner import constraints_of, planned_sizes
 
     limits = constraints_of(ranking.config)
-    return sizes(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
+    return planned_sizes(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
 
 
 def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run | None") -> "Plan":

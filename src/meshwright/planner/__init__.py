@@ -16,7 +16,7 @@ from meshwright.planner.machines_compared import (
     compare,
     curve,
     machines_named,
-    sizes,
+    planned_sizes,
 )
 from meshwright.planner.memory import memory
 from meshwright.planner.planner import check_kind, plan, plan_config
@@ -60,8 +60,8 @@ __all__ = [
     "plan_config",
     "plan_partitioned",
     "planned",
+    "planned_sizes",
     "planned_to_serve",
     "sequences",
-    "sizes",
     "staged",
 ]

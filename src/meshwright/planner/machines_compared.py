@@ -169,7 +169,7 @@ def curve(
     return [(one.machine, one.tokens_per_second, one.estimate.mfu) for one in found]
 
 
-def sizes(
+def planned_sizes(
     config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None, like: str = ""
 ) -> list[Size]:
     """The fastest mesh on a quarter to four times as many chips, with such batches too."""
