@@ -65,9 +65,8 @@ format: $(INSTALLED)
 test: lint
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
-# the slow ones one at a time: some of them measure
 test-all: test
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n auto --dist worksteal -m slow
 
 # a second environment: newest of everything that pyproject.toml allows, on a newer Python; without
 # torch, whose newest wheel brings gigabytes of CUDA
