@@ -22,5 +22,5 @@ def test_all_tokens_are_seen_and_lost_requests_counted() -> None:
         assert all(0 < len(result.times) <= result.tokens for result in results)
         seen = sum(result.tokens for result in results)
         assert seen == metric(server.url, "meshwright_generated_tokens_total") - before
-        shown = table([*results, Result(429, (), False)], seconds, rate=300)
+        shown = table([*results, Result(429, (), 0.0, 8, False)], seconds, 300, {})
         assert shown[0].startswith("31 requests at 300.00/s, 1 lost;")

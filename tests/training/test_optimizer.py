@@ -14,12 +14,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models import preset
 from meshwright.models.decoder import abstract_arrays
-from meshwright.training.optimizer import (
-    OptimizerConfig,
-    ScheduleName,
-    learning_rate,
-    make_optimizer,
-)
+from meshwright.training.optimizer import learning_rate, make_optimizer
+from meshwright.training.optimizer_config import OptimizerConfig, ScheduleName
 
 PEAK = 3e-3
 
