@@ -117,6 +117,16 @@ def test_arrays_with_copies_are_named_with_the_axes_they_are_whole_over() -> Non
     assert {"argument [0][0]", "argument [0][1]"} <= {one.name for one in smaller}
 
 
+def test_copies_are_named_right_beside_arguments_that_are_not_used() -> None:
+    compiled = jax.jit(lambda key, unused, x, w: product(x, w)).lower(
+        jax.random.key(0), {"a": None, "b": W}, X, W
+    )
+    (copied,) = (
+        one for one in audit(compiled.compile()).replicated if one.name.startswith("argument")
+    )
+    assert copied.name == "argument [0][2]"
+
+
 def test_an_output_forced_whole_is_a_surprise_with_its_line() -> None:
     whole = NamedSharding(MESH, P())
 

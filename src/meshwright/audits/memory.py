@@ -81,8 +81,9 @@ def replicated(
     found: list[Replicated] = []
     for kind, arrays, shardings in _arguments_and_outputs(compiled):
         named = jax.tree_util.tree_leaves_with_path(arrays)
-        # None is a leaf of neither, and the two trees are alike
-        for (path, array), sharding in zip(named, jax.tree.leaves(shardings), strict=False):
+        # of an argument that is not used there is None
+        structure: Any = jax.tree.structure(arrays)
+        for (path, array), sharding in zip(named, structure.flatten_up_to(shardings), strict=True):
             if not isinstance(sharding, NamedSharding):
                 continue
             part = math.prod(sharding.shard_shape(tuple(array.shape)))

@@ -98,6 +98,7 @@ _PER_RANK = frozenset({
     "per_device_train_batch_size", "per_device_batch_size", "micro_batch_size", "local_batch_size",
     "training.local_batch_size", "batch_size_per_device", "batch_size_per_rank",
 })  # fmt: skip
+_GENERATING = ("serve", "generate", "chat", "eval")  # on as many devices as the mesh has
 _WITH_TRAINS = ("train", "audit", "prove", "plan")  # commands that take train's settings
 # flags that were here before
 _BEFORE = {
@@ -157,7 +158,7 @@ def check_flags(command: str, words: Sequence[str]) -> None:
         theirs.append(" ".join(written))
     if not theirs:
         return
-    mesh = _mesh(given_flags)
+    mesh = _mesh(given_flags, rest_to="" if command in _GENERATING else "fsdp")
     if mesh:
         take_all(ours, "--mesh")  # theirs says it
     ours += [*mesh, *_rules(given_flags)]
@@ -227,8 +228,11 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
         yield name, value.strip("'\"()[] "), written
 
 
-def _mesh(given_flags: dict[str, str]) -> list[str]:
-    """`--mesh` with all that the flags say of it; an error if that is no mesh."""
+def _mesh(given_flags: dict[str, str], rest_to: str) -> list[str]:
+    """`--mesh` with all that the flags say of it; an error if that is no mesh.
+
+    Devices that are left are along `rest_to`, if it is named.
+    """
     mesh_flags = [name for name in given_flags if name in _MESHES]
     named = {name: value for name, value in given_flags.items() if name in _AXES}
     if mesh_flags:
@@ -249,9 +253,8 @@ def _mesh(given_flags: dict[str, str]) -> list[str]:
         sizes |= {axis: size} if size else {}
     if not sizes:
         return []
-    # an axis that is not named takes all devices that are left
-    if -1 not in sizes.values():
-        sizes = {"fsdp" if "fsdp" not in sizes else "dp": -1} | sizes
+    if rest_to and -1 not in sizes.values():
+        sizes = {rest_to if rest_to not in sizes else "dp": -1} | sizes
     return ["--mesh", ",".join(f"{axis}={sizes[axis]}" for axis in STANDARD_AXES if axis in sizes)]
 
 

@@ -120,8 +120,9 @@ def pieces_of(example: Example, encoding: Encoding, end: int) -> list[Piece]:
     if isinstance(example, Conversation) and encoding.template is None:
         if example.plain is None:
             raise MeshwrightError(
-                "messages need a chat template, which the tokenizer does not have; give one with "
-                "--chat-template FILE, or the built-in --chat-template chatml"
+                "messages need a chat template, which the tokenizer does not have; pack them with "
+                "one, a file or the built-in chatml: meshwright data pack FILES --tokenizer "
+                "TOKENIZER --chat-template chatml --out STORE"
             )
         example = example.plain
     if isinstance(example, Conversation):

@@ -1,5 +1,6 @@
 """From text to a mesh: `mesh("fsdp=-1,tp=4")`."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -78,7 +79,7 @@ def mesh(
         from meshwright.meshes.jax_mesh import all_devices, jax_mesh
 
         devices = all_devices() if devices is None else devices
-        spec = spec.resolve(len(devices), accepts=accepts)
+        spec = _resolved(spec, devices, accepts)
         torus = None if spec.plain else _torus_of(devices)
         if torus is None:
             return jax_mesh(arrange(spec.sizes, devices, spec.plain), spec.names, axis_types)
@@ -88,6 +89,17 @@ def mesh(
     placed = arrange(spec.sizes, machine.devices, spec.plain)
     planned = MachineMesh(machine, spec.names, placed, axis_types)
     return planned if devices is None else planned.to_jax(devices)
+
+
+def _resolved(spec: MeshSpec, devices: Sequence[Any], accepts: Accepts | None) -> MeshSpec:
+    """The mesh with all sizes; where CPUs are too few, the error says how to have more."""
+    try:
+        return spec.resolve(len(devices), accepts=accepts)
+    except MeshwrightError as mistake:
+        needed = math.prod(spec.sizes) if spec.is_resolved else 0
+        if needed <= len(devices) or getattr(devices[0], "platform", "") != "cpu":
+            raise
+        raise MeshwrightError(f"{mistake}; --cpu-devices {needed} simulates as many") from None
 
 
 def _torus_of(devices: Sequence[Any]) -> Machine | None:

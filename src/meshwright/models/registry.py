@@ -168,7 +168,8 @@ def model_config(model: str) -> Any:
         is_run, is_folder = (path / "checkpoints").is_dir(), path.is_dir()
     if is_run:
         raise MeshwrightError(
-            f"{model!r} is a run, not a model; to resume it: --config {path / 'config.json'}"
+            f"{model!r} is a run, not a model; to resume it: --config {path / 'config.json'}; to "
+            f"start from its weights: meshwright export {path} FOLDER, and give that folder"
         )
     if model and (is_folder or path.suffix == ".json"):
         return from_hf_config(path)

@@ -310,7 +310,8 @@ def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) ->
     if not refused:
         return (
             f"no mesh of {count(machine.num_devices, 'device')} lies{within}: the sizes of "
-            f"{', '.join(axes[:-1])} and {axes[-1]} must multiply to that"
+            f"{', '.join(axes[:-1])} and {axes[-1]} must multiply to {machine.num_devices:,}; "
+            "--explain MESH says of one mesh why it is refused"
         )
     accumulation = limits.fixed.get("accumulation", 1)
     if workload.batch % accumulation:

@@ -210,8 +210,8 @@ class LanguageModel:
         template = load_chat_template(*self._template_files)
         if template is None:
             raise MeshwrightError(
-                f"{self.source.name} has no chat template; give one with load(…, "
-                "chat_template=FILE), or continue a text with generate"
+                f"{self.source.name} has no chat template; give one, --chat-template FILE or the "
+                "built-in chatml (in Python: chat_template=…), or continue a text with generate"
             )
         return template
 

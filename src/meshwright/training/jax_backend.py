@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import logging
 import math
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from meshwright.launch import (
     take_most_gpu_memory,
 )
 from meshwright.layouts import create, fit
-from meshwright.machines import Machine, check_host_memory, host_bytes
+from meshwright.machines import Machine, check_host_memory, free_host_memory, host_bytes
 from meshwright.models import ADAPTER, OFFLOAD
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.abstract_step import AbstractStep
@@ -174,10 +175,24 @@ class JaxBackend(Backend):
     def check_memory(self) -> None:
         target = self._setup.step.state
         trained = trained_part(self._setup.step.arrays, target.params)
+        needed = host_bytes(target) + host_bytes(trained)  # gradients are as large as parameters
+        moments = host_bytes(target.optimizer)
+        smaller = {  # what each setting would leave
+            "--optimizer.moments int8": needed - moments + moments // 4,
+            "--optimizer.name adafactor": needed - moments,
+        }
+        free = free_host_memory() or 0
+        helps = [flag for flag, size in smaller.items() if size < min(needed, free)]
+        if self.config.optimizer.moments != "float32" or self.config.optimizer.name != "adamw":
+            helps = []
+        remedy = (
+            f"{' or '.join(helps)} would fit"
+            if helps
+            else "use a smaller model, or ask which machine has room: "
+            f"meshwright plan {shlex.quote(self.config.model)} --on any --tokens 1T"
+        )
         check_host_memory(
-            host_bytes(target) + host_bytes(trained),  # gradients are as large as parameters
-            f"{self.config.model} with parameters, gradients and optimizer state",
-            "use a smaller model, --optimizer.moments int8, or --optimizer.name adafactor",
+            needed, f"{self.config.model} with parameters, gradients and optimizer state", remedy
         )
 
     def start(self, saved: int | None) -> None:

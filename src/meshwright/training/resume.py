@@ -112,7 +112,8 @@ def check_resume(
         fields = [name for name in new if new[name] != old.get(name)]
         differences = ", ".join(f"{name} {old.get(name)} there, {new[name]} now" for name in fields)
         raise MeshwrightError(
-            f"{where} is of another model ({differences}); give --run another folder"
+            f"{where} is of another model ({differences}); give --run another folder, or resume it "
+            "with the settings of that run: --config RUN/config.json"
         )
     _check_data(meta["data"], data, where)
     now, before = config_to_dict(config), meta["config"]

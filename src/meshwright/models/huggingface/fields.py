@@ -104,6 +104,11 @@ def read_hf_config(
         ) from None
     if not isinstance(fields, dict):
         raise MeshwrightError(f"{path} holds {short(fields)}; a config.json is a JSON object")
+    if (path.parent / "checkpoints").is_dir() and not fields.keys() & {"architectures", SOURCE}:
+        raise MeshwrightError(
+            f"{path.parent} is a run, not a Hugging Face folder; make one of it: meshwright export "
+            f"{path.parent} FOLDER"
+        )
     return fields, str(path)
 
 
