@@ -40,6 +40,7 @@ COMMANDS = {
     ),
     "data": Command("data", "Make and inspect token stores."),
     "train": Command("train_command", "Train a language model on any mesh.", reads_words=True),
+    "board": Command("board", "Show the runs of a folder on one page, live, and compare them."),
     "export": Command(
         "export",
         "Write the model of a run as a folder that transformers reads, or an adapter for PEFT.",
