@@ -98,6 +98,11 @@ async def _metrics(http: HttpRequest, service: Service) -> Response:
 async def _page(http: HttpRequest, service: Service) -> Response:
     settings = {
         "model": service.name,
+        "models": [
+            service.name,
+            *(f"{service.name}:{name}" for name in service.engine.adapters if not service.keys),
+        ],
+        "card": models.model_card(service),
         "needsKey": bool(service.keys),
         "hasTemplate": service.template is not None,
         "maxLength": service.engine.max_length,
