@@ -98,7 +98,7 @@ def watched(page: Any) -> list[str]:
 def check_page(page: Any, width: int) -> None:
     """What every page must hold at every width, light and dark."""
     assert page.evaluate("document.documentElement.scrollWidth") <= width, "it scrolls sideways"
-    assert page.evaluate(LOW_CONTRAST) == []
-    assert page.evaluate(NAMELESS) == []
-    assert page.evaluate(HOVER) == []
+    for problem in (LOW_CONTRAST, NAMELESS, HOVER):
+        found = page.evaluate(problem)
+        assert not found, found
     assert page.locator("h1").inner_text().strip()
