@@ -7,7 +7,7 @@ DEMO := $(VENV)/.demo
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo finetune-demo demo-layout serve test test-all test-kernels test-newest test-clients lint format lock bench clean
+.PHONY: help demo finetune-demo demo-layout serve test test-all test-kernels test-newest test-clients docs wheel lint format lock bench clean
 
 help:
 	@echo "make demo         train a small model on 8 simulated devices, resume on another mesh, generate"
@@ -19,6 +19,8 @@ help:
 	@echo "make test-kernels the GPU kernels' tests, and a sample of the others, on the newest jax"
 	@echo "make test-newest  all of the tests that take seconds on the newest jax (Python 3.12 or newer)"
 	@echo "make test-clients the tests with lm-eval, LiteLLM, a browser, trackers and the TPU's compiler"
+	@echo "make docs         the documentation as a site, build/site/index.html, with every link checked"
+	@echo "make wheel        build a wheel, and train with it on each Python from 3.11 that is here"
 	@echo "make bench        the benchmarks behind benchmarks/RESULTS.md"
 	@echo "make lint format lock clean"
 
@@ -63,9 +65,8 @@ format: $(INSTALLED)
 test: lint
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
-# the slow ones one at a time: some of them measure
 test-all: test
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -n auto --dist worksteal -m slow
 
 # a second environment: newest of everything that pyproject.toml allows, on a newer Python; without
 # torch, whose newest wheel brings gigabytes of CUDA
@@ -105,6 +106,20 @@ test-clients: $(CLIENTS)/.installed
 	  tests/ops/attention/test_tpu_compiler.py tests/training/test_micro_batches_on_tpus.py \
 	  tests/training/test_overlap.py
 
+# a fourth one, for the documentation: it reads the sources and asks the command line, without torch
+DOCS := .venv-docs
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
+docs: $(DOCS)/.installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "open build/site/index.html; with its search: python3 -m http.server --directory build/site"
+
+wheel:
+	$(PYTHON) tools/check_wheel.py
+
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/placement.py --check
 	$(BIN)/python benchmarks/compile_time.py
@@ -114,9 +129,9 @@ bench: $(INSTALLED)
 # nothing is installed
 lock: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --report lock.json \
-	  '.[dev,clients,tpu,cuda]'
+	  '.[dev,clients,docs,tpu,cuda]'
 	$(BIN)/python tools/write_constraints.py lock.json constraints.txt
 	rm lock.json
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(CLIENTS) build dist demo.html demo-run finetune-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(CLIENTS) $(DOCS) build dist demo.html demo-run finetune-run .pytest_cache .mypy_cache .ruff_cache .hypothesis

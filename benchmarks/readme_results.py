@@ -1,4 +1,4 @@
-"""README's table of results, from benchmarks/RESULTS.md: `python benchmarks/readme_results.py`.
+"""README's table of results and time of the demo, from RESULTS.md: `readme_results.py` writes them.
 
 It is written anew between README's marks whenever RESULTS.md changes; a test compares the two.
 """
@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 README, RESULTS = ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md"
 BEGIN, END = "<!-- by benchmarks/readme_results.py -->\n", "<!-- end -->\n"
+DEMO = ("<!-- demo, by benchmarks/readme_results.py -->\n", "<!-- end of demo -->\n")
 
 
 def section(text: str, title: str) -> str:
@@ -84,10 +85,22 @@ def table(text: str) -> str:
     return "".join(lines).replace("| --- | --- | --- |", "|---|---|---|")
 
 
+def demo(text: str) -> str:
+    """What `make demo` takes."""
+    pattern = r"`make demo` .*?: (\d+) MB downloaded.*?install (\d+) s, demo (\d+) s of wall time"
+    megabytes, install, run = numbers(pattern, section(text, "First minutes"))
+    return (
+        f"It costs nothing: {megabytes:.0f} MB to download, {install:.0f} s to install and "
+        f"{run:.0f} s to run on two CPU cores.\n"
+    )
+
+
 def main() -> None:
-    before, _, rest = README.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    README.write_text(before + BEGIN + table(RESULTS.read_text()) + END + after)
+    text, results = README.read_text(), RESULTS.read_text()
+    for (begin, end), new in (((BEGIN, END), table(results)), (DEMO, demo(results))):
+        before, _, rest = text.partition(begin)
+        text = before + begin + new + end + rest.partition(end)[2]
+    README.write_text(text)
 
 
 if __name__ == "__main__":

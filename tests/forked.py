@@ -114,9 +114,9 @@ def import_all() -> None:
     from meshwright.cli.commands import COMMANDS
     from meshwright.cli.train import settings
 
-    for name in COMMANDS:
-        importlib.import_module(f"meshwright.cli.{name}")
-    settings(["tiny"])  # tyro imports parts of its own with the first flags it reads
+    for name, command in COMMANDS.items():
+        importlib.import_module(f"meshwright.cli.{command.module or name}")
+    settings(["tiny"])
     _imported = True
     gc.freeze()
 

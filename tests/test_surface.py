@@ -57,6 +57,7 @@ table.data(), table.markdown()
 
 # a package may import only what stands before it, and only from a package's __init__
 ORDER = [
+    "lazy",
     "interrupt",
     "errors",
     "files",
@@ -204,3 +205,22 @@ def test_what_src_does_not_import_is_not_a_dependency() -> None:
         module = package.replace("orbax-checkpoint", "orbax.checkpoint").replace("-", "_")
         imported = rf"^\s*(import|from) {module}\b|import_module\(\"{module}|\"{module}[\".]"
         assert re.search(imported, text, re.MULTILINE), f"nothing imports {package}"
+
+
+def test_a_package_imports_its_names_when_they_are_used() -> None:
+    code = """
+import sys
+import meshwright.training
+assert "jax" not in sys.modules
+assert {"TrainConfig", "prepare", "abstract_step"} <= set(dir(meshwright.training))
+import meshwright.training.prepare  # Python sets a submodule as an attribute of its package
+from meshwright.training import prepare, train
+assert callable(prepare) and callable(train)
+try:
+    meshwright.training.nothing
+except AttributeError as mistake:
+    print(mistake)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "module 'meshwright.training' has no attribute 'nothing'" in done.stdout

@@ -1,13 +1,38 @@
-"""`mw.train`: a run with either backend, on a mesh that is named or planned."""
+"""`mw.plan` and `mw.prove`: of a model, or of any function; `mw.train`: with either backend."""
 
 import functools
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.planner import plan as plan_model
 from meshwright.planner import planned
+from meshwright.proofs import plan_program, prove_program
+from meshwright.proofs import prove as prove_config
 from meshwright.serving import TextSampler
 from meshwright.training import TrainConfig, settings_flags, with_commits
 from meshwright.training import train as train_in_jax
+
+
+def plan(what: Any, *arguments: Any, **settings: Any) -> Any:
+    """Every mesh for a model on a machine, ranked; or what a function costs on one.
+
+    plan("llama-3.1-8b", "v5p:4x4x4", batch=256, seq=4096) → Plan, as meshwright.planner.plan
+    plan(step, (state, batch), on="h100:8") → ProgramPlan, as meshwright.proofs.plan_program
+
+    The function is plain, jitted, or a step of Flax NNX or Equinox; its arguments are arrays or
+    abstract ones, whose shardings say where they lie. Their mesh need not have devices.
+    """
+    return (plan_program if callable(what) else plan_model)(what, *arguments, **settings)
+
+
+def prove(what: Any, *arguments: Any, **settings: Any) -> Any:
+    """Compile a train step, or a function, for a machine that is not here.
+
+    prove(TrainConfig("tiny", mesh="fsdp=8", batch=8), "cpu:8") → Proof, as meshwright.proofs.prove
+    prove(step, (state, batch), on="v5p:2x2x2") → ProgramProof, as meshwright.proofs.prove_program
+    """
+    return (prove_program if callable(what) else prove_config)(what, *arguments, **settings)
 
 
 def train(

@@ -58,7 +58,10 @@ def test_info_shows_a_store_and_its_documents(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["pack", "--out", "a.store"], ["give files or folders"]),
+        (
+            ["pack", "--out", "a.store"],
+            ["FILES is missing; write meshwright data pack FILES --out FOLDER"],
+        ),
         (["pack", "nowhere", "--out", "a.store"], ["'nowhere' does not exist"]),
         (["pack", "books", "--out", "books"], ["'books' already exists", "--overwrite"]),
         (["pack", "books", "--out", "books", "--overwrite"], ["is not overwritten"]),

@@ -37,12 +37,13 @@ def loaded(*words: str) -> tuple[int, set[str], str]:
     ("words", "code", "answer"),
     [
         (["--version"], 0, "meshwright 0"),
+        (["-V"], 0, "meshwright 0"),
         (["--help"], 0, "Train a language model on any mesh."),
         (["-h"], 0, "usage: meshwright COMMAND"),
         (["trian", "tiny"], 2, "error: 'trian' is not a command; did you mean 'train'?"),
         (["genrate"], 2, "did you mean 'generate'?"),
         (["--verison"], 2, "error: '--verison' is not an option here; did you mean '--version'?"),
-        (["tokenize"], 2, "error: 'tokenize' is not a command; known: show, machines, plan, "),
+        (["tokenize"], 2, "error: 'tokenize' is not a command; known: models, machines, show, "),
         ([], 2, "error: no command; give one of them:"),
     ],
 )
@@ -55,14 +56,23 @@ def test_help_and_a_mistyped_command_import_nothing_heavy(
     assert not names
 
 
-# the settings of train and serve stand in packages that need jax
-@pytest.mark.parametrize("name", ["show", "machines", "plan", "generate"])
+@pytest.mark.parametrize("name", commands.COMMANDS)
 def test_the_help_of_a_command_does_not_import_jax(name: str) -> None:
-    assert name in commands.COMMANDS
-    ended, names, shown = loaded(name, "--help")
+    ended, names, shown = loaded(*name.split(), "--help")
     assert ended == 0
-    assert f"usage: meshwright {name}" in shown
+    assert f"meshwright {name}" in shown.partition("\n")[0]
+    assert commands.COMMANDS[name].summary in " ".join(shown.split())
     assert "jax" not in names
+
+
+def test_a_command_that_has_parts_lists_them() -> None:
+    ended, names, shown = loaded("data", "--help")
+    assert ended == 0
+    assert not names
+    assert "data pack     Tokenize text" in shown
+    ended, _, shown = loaded("data", "pak")
+    assert ended == 2
+    assert "did you mean 'pack'?" in shown
 
 
 def test_a_mistyped_flag_of_plan_does_not_import_jax() -> None:

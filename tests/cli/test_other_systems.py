@@ -5,6 +5,7 @@ import shlex
 import pytest
 
 from meshwright import MeshwrightError
+from meshwright.cli.flags import name_axes
 from meshwright.cli.other_systems import check_flags
 from meshwright.cli.train import settings
 from meshwright.launch import flat_settings
@@ -132,3 +133,60 @@ def test_no_flag_of_this_system_is_taken_for_one_of_another() -> None:
         if name != "model":  # a word without a flag
             check_flags("train", [f"--{name}", "1"])
             check_flags("train", [f"--{name.replace('-', '_')}=1"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            "t5-small --gin.TRAIN_STEPS=100 --gin.MODEL_DIR='runs/a'",
+            "t5-small --steps 100 --run runs/a",
+        ),
+        ("--load_llama_config=7b --mesh_dim 1,-1,4,1", "lwm-7b --mesh dp=1,fsdp=-1,tp=4,sp=1"),
+        ("--load_llama_config debug --steps 3", "tiny --steps 3"),
+        ("tiny --batch_size_per_rank 7 --mesh dp=4,tp=2", "tiny --batch 28 --mesh dp=4,tp=2"),
+        (
+            "tiny --per_device_train_batch_size 7 --mesh dp=2,fsdp=2,tp=2 --accumulation 2",
+            "tiny --batch 56 --mesh dp=2,fsdp=2,tp=2 --accumulation 2",
+        ),
+    ],
+)
+def test_names_of_t5x_lwm_and_the_pytorch_guide_are_answered(theirs: str, ours: str) -> None:
+    with pytest.raises(MeshwrightError, match="the same here: ") as said:
+        check_flags("train", theirs.split())
+    assert str(said.value).endswith(f"meshwright train {ours}")
+    settings(ours.split())
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ("t5-small --gin_file=base.gin", "come from a file with --config FILE"),
+        ("tiny --per_device_train_batch_size 7", "sequences of a data rank x data ranks"),
+        ("tiny --per_device_train_batch_size 7 --mesh fsdp=-1", "sequences of a data rank"),
+        ("tiny --update_llama_config dict(theta=1)", "theta is rope.theta"),
+    ],
+)
+def test_what_has_no_flag_here_is_explained(theirs: str, says: str) -> None:
+    with pytest.raises(MeshwrightError, match=says):
+        check_flags("train", theirs.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "mesh"),
+    [
+        ("tiny --mesh 8,32 --axes data,model", "dp=8,tp=32"),
+        ("tiny --axes=dp,tp --mesh=-1,4 --steps 3", "dp=-1,tp=4"),
+        ("tiny --mesh 2,2,2 --axes replica,fsdp,mp", "dp=2,fsdp=2,tp=2"),
+    ],
+)
+def test_positional_sizes_have_the_names_of_axes(words: str, mesh: str) -> None:
+    assert settings(name_axes(words.split())).mesh == mesh
+
+
+def test_names_without_sizes_and_too_few_are_refused() -> None:
+    assert name_axes(["tiny", "--steps", "3"]) == ["tiny", "--steps", "3"]
+    with pytest.raises(MeshwrightError, match="names the sizes of --mesh; give it"):
+        name_axes(["tiny", "--axes", "dp,tp"])
+    with pytest.raises(MeshwrightError, match="has 3 sizes for 2 axes"):
+        name_axes(["tiny", "--axes", "dp,tp", "--mesh", "1,2,3"])

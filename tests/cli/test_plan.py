@@ -281,7 +281,7 @@ def test_a_batch_as_people_give_it(
         ("--on h100:8 --tokens 1T --budget 10", "the cheapest takes"),
         ("--on h100:8 --tokens 1T --within 1h", "the shortest takes"),
         ("--on h100 --tokens 1T --serve", "--serve is of one machine with a size"),
-        ("--on h100 --tokens 1T --html x.html", "are of one machine with a size"),
+        ("--on h100 --tokens 1T --explain tp=2", "is of one machine with a size"),
         ("--on h100:8 --seq 128 --batch 8 --batch-tokens 4M", "give one of them"),
         ("--on h100 --tokens 1T --catalogue nope.toml", "'nope.toml' cannot be read"),
     ],
@@ -292,3 +292,15 @@ def test_mistakes_in_a_question_about_machines(
     with pytest.raises(SystemExit):
         main(["plan", "llama-3.2-1b", *shlex.split(words)])
     assert said in capsys.readouterr().err
+
+
+def test_machines_compared_are_written_as_a_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "machines.html"
+    words = ["--on", "h100:8,h200:8", "--batch", "64", "--seq", "128", "--tokens", "1B"]
+    main(["plan", "tiny", *words, "--html", str(file)])
+    assert capsys.readouterr().out == f"wrote {file}\n"
+    text = file.read_text()
+    assert "h100:8" in text
+    assert "h200:8" in text

@@ -89,7 +89,7 @@ def test_a_plan_without_a_loop_over_layers_is_proved_without_one(
         proved.append(config)
         raise mw.MeshwrightError("as far as this")
 
-    monkeypatch.setattr("meshwright.cli.prove.prove", stop)
+    monkeypatch.setattr("meshwright.cli.prove_train.prove", stop)
     with pytest.raises(mw.MeshwrightError, match="as far as this"):
         prove_command(["--plan", str(file)])
     assert proved[0].compute.layers == "unroll"
@@ -193,3 +193,17 @@ def test_the_buffer_assignment_is_the_footprint_on_tpus() -> None:
     assert found.buffers[0].bytes == int(296.75 * 2**20)
     assert len(found.buffers) == 2
     assert footprint(mw.Machine.parse("h200:1"), sizes, None).total == 447 + 1084
+
+
+@pytest.mark.slow
+def test_a_plan_of_serving_is_proved_as_it_was_made(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    made = mw.plan("tiny", "cpu:4", batch=8, seq=64, kind="serve")
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(plan_data(made)))
+    prove_command(["--plan", str(file), "--choice", "2", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert data["mesh"] == made.ranked[1].choice.mesh
+    assert data["decode"]["fits"]
+    assert data["decode"]["audit"]["surprises"] == 0

@@ -65,7 +65,7 @@ def ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
     """The settings that commands are read as; nothing is served."""
     read: list[ServeConfig] = []
-    monkeypatch.setattr("meshwright.cli.serve.serve", read.append)
+    monkeypatch.setattr("meshwright.serving.serve", read.append)
     return read
 
 

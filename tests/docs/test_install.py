@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import meshwright as mw
 from meshwright.errors import install_command
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +45,14 @@ def test_every_install_command_of_ours_is_the_one_command_with_an_extra_that_exi
         assert extras == "{extra}" or set(extras.split(",")) <= EXTRAS.keys(), file
 
 
+def test_the_page_about_installing_names_every_extra_for_pip_and_uv() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    for extra in EXTRAS:
+        assert f"`{extra}`" in page, extra
+    for extras in ("serve", "serve,cuda", "serve,tpu", "serve,cuda,torch"):
+        assert f"| `{install_command(extras)}` | `uv {install_command(extras)}` |" in page
+
+
 @pytest.mark.parametrize(
     ("extra", "system", "processor", "installs"),
     [
@@ -61,6 +70,18 @@ def test_a_compiler_is_installed_where_there_is_a_package_of_it(
     where = {"sys_platform": system, "platform_machine": processor}
     markers = [Requirement(text).marker for text in EXTRAS[extra]]
     assert [marker is None or marker.evaluate(where) for marker in markers] == [installs]
+
+
+def test_the_citation_names_the_version() -> None:
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {mw.__version__}\n" in citation
+    assert PROJECT["dynamic"] == ["version"]
+
+
+def test_contributing_names_every_package() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    folders = {path.parent.name for path in (ROOT / "src" / "meshwright").glob("*/__init__.py")}
+    assert set(re.findall(r"\b(\w+)/  +\w", text)) == folders
 
 
 def test_the_demo_does_not_install_what_only_tests_need() -> None:

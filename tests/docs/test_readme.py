@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 from meshwright.errors import install_command
-from readme_results import table
+from meshwright.models import FAMILIES
+from readme_results import demo, table
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -12,7 +13,15 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_numbers_are_those_of_the_results() -> None:
     """After a new measurement: python benchmarks/readme_results.py."""
-    assert table((ROOT / "benchmarks" / "RESULTS.md").read_text()) in README
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    assert table(results) in README
+    assert demo(results) in README
+
+
+def test_the_number_of_architectures_is_that_of_the_families() -> None:
+    count = sum(len(family.hugging_face.architectures) for family in FAMILIES)
+    assert f"**{count} architectures**" in README
+    assert f" {count} architectures of Hugging Face" in (ROOT / "docs" / "faq.md").read_text()
 
 
 def test_every_make_command_is_there() -> None:

@@ -53,7 +53,7 @@ def test_the_four_standard_sets_place_weights_and_activations_as_t5x_does(
 
 
 def test_additional_rules_come_last() -> None:
-    rules = standard_rules(additional=[("embed", "data"), ("expert", "data")])
+    rules = standard_rules(additional_rules=[("embed", "data"), ("expert", "data")])
     assert rules.spec("expert embed") == P("data")  # embed -> None was first, and is final
     assert rules.rules[-1].dim == "expert"
 
@@ -119,8 +119,8 @@ def test_any_text_is_rules_or_a_readable_error(text: str) -> None:
         (lambda: Rules([("embed", "t p")]), ["'t p' is not a mesh axis"]),
         (lambda: Rules([("embed", "tp")], optional=("embd",)), ["'embd'", "did you mean 'embed'?"]),
         (lambda: Rules.parse("embed fsdp"), ["'embed fsdp'", "'dim -> axis'"]),
-        (lambda: standard_rules(3), ["activation_dims=3", "1 or 2"]),
-        (lambda: standard_rules(1, 0), ["parameter_dims=0"]),
+        (lambda: standard_rules(3), ["activation_partitioning_dims=3", "1 or 2"]),
+        (lambda: standard_rules(1, 0), ["parameter_partitioning_dims=0"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_readable(call: object, words: list[str]) -> None:
@@ -128,3 +128,15 @@ def test_mistakes_are_readable(call: object, words: list[str]) -> None:
         call()  # type: ignore[operator]
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_standard_sets_take_t5xs_keywords() -> None:
+    assert (
+        standard_rules(1, 2, [("expert", "data")]).rules
+        == standard_rules(
+            activation_partitioning_dims=1,
+            parameter_partitioning_dims=2,
+            additional_rules=[("expert", "data")],
+        ).rules
+    )
+    assert standard_rules(additional_rules=None).rules == standard_rules().rules

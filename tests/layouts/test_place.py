@@ -294,3 +294,18 @@ def test_many_mistakes_of_one_kind_are_told_once(eight: list[jax.Device]) -> Non
         mw.shard(tree, "x -> x*", devices=eight)
     assert "and 49 more alike: layer1, layer10, …" in str(caught.value)
     assert len(str(caught.value)) < 300
+
+
+def test_the_tutorials_name_places_as_shard_does() -> None:
+    from meshwright import einshard
+
+    for expression in ("x y -> x y*", "x y -> * x y", "x y -> x2 y*", "... -> * ..."):
+        placed = einshard(np.arange(256.0).reshape(16, 16), expression)
+        assert placed.sharding == mw.shard(np.zeros((16, 16)), expression).sharding
+        np.testing.assert_array_equal(placed, np.arange(256.0).reshape(16, 16))
+
+
+def test_axes_without_names_are_printed_as_their_sizes() -> None:
+    table = mw.explain({"w": np.ones((8, 8))}, "a b -> a2 b*")
+    assert "on 16 devices (2×2×2×2, unnamed)" in str(table)
+    assert "a2 b8" in str(table)

@@ -96,6 +96,9 @@ def test_a_printed_machine_reads_back_if_it_can_be_had(machine: Machine) -> None
     if not known or machine.shape in known:
         assert Machine.parse(str(machine)) == machine
         return
+    if any(sorted(shape) == sorted(machine.shape) for shape in known):
+        assert Machine.parse(str(machine)).shape in known
+        return
     with pytest.raises(MeshwrightError, match="there is no such"):
         Machine.parse(str(machine))
 

@@ -214,3 +214,14 @@ def test_a_box_away_from_the_origin_is_a_machine_too() -> None:
     twin = mw.mesh("fsdp=2,tp=4", machine="v5p:2x2x2")
     moved = [tuple(c - 2 for c in d.coords) for d in mesh.devices.flat]
     assert moved == [d.coords for d in twin.devices.flat]
+
+
+def test_a_part_of_a_mesh_is_along_the_axes_named() -> None:
+    mesh = mw.mesh("dp=2,fsdp=2,tp=2", machine="h100:8")
+    assert [device.id for device in mesh["dp"].devices] == [0, 4]
+    assert [device.id for device in mesh["tp"].devices] == [0, 1]
+    both = mesh["tp", "dp"]
+    assert both.shape == {"tp": 2, "dp": 2}
+    assert [[device.id for device in line] for line in both.devices] == [[0, 4], [1, 5]]
+    with pytest.raises(mw.MeshwrightError, match="'pd' is not one of dp, fsdp, tp; did you mean"):
+        mesh["pd"]

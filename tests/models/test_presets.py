@@ -23,6 +23,13 @@ PUBLISHED = {
     "llama-3.1-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
+    "lwm-200m": 212_366_336,
+    "lwm-1b": 1_244_227_584,
+    "lwm-3b": 3_426_473_600,
+    "lwm-7b": 6_738_415_616,
+    "lwm-13b": 13_015_864_320,
+    "lwm-30b": 32_528_943_616,
+    "lwm-65b": 65_285_660_672,
     "mistral-7b": 7_241_732_096,
     "mistral-7b-v0.3": 7_248_023_552,
     "qwen2.5-0.5b": 494_032_768,
@@ -78,13 +85,16 @@ def test_rotary_embedding_is_the_published_one(
 
 
 def test_families_differ_where_they_should() -> None:
+    small = {name for name in PRESETS if name.startswith("lwm-")} - {"lwm-65b"}
     for name, config in PRESETS.items():
         windows = [kind.attention.window for kind in config.pattern]
         assert config.qkv_bias == name.startswith(("qwen2", "gpt-oss")), name
         assert config.qk_norm == name.startswith(("qwen3", "olmoe")), name
         assert any(windows) == (name == "mistral-7b" or name.startswith("gpt-oss")), name
         assert config.output_bias == name.startswith("gpt-oss"), name
-        assert config.norm_eps == (1e-6 if name.startswith(("qwen", "deepseek")) else 1e-5), name
+        assert config.norm_eps == (
+            1e-6 if name in small or name.startswith(("qwen", "deepseek")) else 1e-5
+        ), name
 
 
 def test_presets_of_experts_are_the_published_files() -> None:
@@ -152,3 +162,24 @@ def test_no_preset_is_taken_for_a_model_that_is_not_supported() -> None:
     for name in PRESETS:
         assert model_config(name) is PRESETS[name]
         assert not re.search("experts|architecture", registry._unknown(f"{name}x"))
+
+
+# of the publishers' pages, in billions
+ACTIVE = {"qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22, "mixtral-8x7b": 12.9, "mixtral-8x22b": 39,
+          "deepseek-v3": 37, "olmoe-1b-7b": 1.3}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "t5-small", *ACTIVE])
+def test_the_parameters_that_a_token_meets_are_the_published_ones(name: str) -> None:
+    total, active = registry.parameter_counts(registry.PRESETS[name])
+    if name not in ACTIVE:
+        assert active == total
+        assert name != "llama-3.1-8b" or total == PUBLISHED[name]
+        return
+    assert total == PUBLISHED[name]
+    assert active / 1e9 == pytest.approx(ACTIVE[name], rel=0.025)
+
+
+def test_the_names_of_sizes_at_lwm_are_answered() -> None:
+    with pytest.raises(MeshwrightError, match="'7b' is lwm-7b here: the size that LWM and EasyLM"):
+        preset("7b")

@@ -223,3 +223,11 @@ def test_arrays_whose_work_is_not_declared_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setattr("meshwright.planner.sizes.family_of", lambda config: other)
     with pytest.raises(MeshwrightError, match="cannot be planned yet: its layers have wk, wv, wo"):
         sizes_of(dataclasses.replace(TINY, vocab=352))
+
+
+def test_a_balance_that_train_refuses_is_not_planned() -> None:
+    with pytest.raises(MeshwrightError, match="tiny has no experts; leave it out"):
+        plan("tiny", "h100:8", 64, 128, balance_bias=0.001)
+    with pytest.raises(MeshwrightError, match="this model has none; leave it out and balance"):
+        plan("mixtral-8x7b", "h100:8x8", 64, 1024, balance_bias=0.001)
+    assert plan("deepseek-v3", "v5p:8x8x8", 512, 4096, balance_bias=0.001).ranked

@@ -104,7 +104,7 @@ def test_what_cannot_be_served_is_said() -> None:
     with pytest.raises(MeshwrightError, match=r"a request that is alone waits .* for its first"):
         deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("l40s:1")], asked, batches=(32,))
     asked = Load(rate=1, prompt=400, output=60)
-    with pytest.raises(MeshwrightError, match=r"no mesh fits: needs .* with a batch of 32"):
+    with pytest.raises(MeshwrightError, match=r"no mesh fits: needs .* with a batch of 1"):
         deployments(TrainConfig("llama-3.1-405b"), [Machine.parse("l4:1")], asked)
     with pytest.raises(MeshwrightError, match="t5-small reads prompts with an encoder"):
         deployments(TrainConfig("t5-small"), [Machine.parse("l4:1")], asked)
@@ -113,6 +113,15 @@ def test_what_cannot_be_served_is_said() -> None:
         deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:8")], asked)
     with pytest.raises(MeshwrightError, match="rate=inf must be a number above 0"):
         Load(rate=math.inf, prompt=400, output=60)
+
+
+def test_long_prompts_are_served_with_the_largest_batch_that_fits() -> None:
+    asked = Load(rate=0.05, prompt=50_000, output=20, first_token=60, per_token=1)
+    (one,) = deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:1")], asked).found
+    assert one.max_batch < 32
+    twice = 2 * one.max_batch
+    with pytest.raises(MeshwrightError, match=f"no mesh fits: .* with a batch of {twice}"):
+        deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:1")], asked, batches=(twice,))
 
 
 def test_replicas_that_meet_the_waits_for_few_requests_alone_are_not_offered() -> None:
@@ -134,12 +143,20 @@ def test_the_command_prints_replicas_and_names_what_is_missing(
     assert data["deployments"][0]["chips"] == 1
     plan_command([*words, "--engine.cache", "fp8"])
     assert "--engine.cache fp8" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(MeshwrightError, match="--prompt and --output are missing"):
+    with pytest.raises(MeshwrightError, match="add --prompt 1000 and --output 200"):
         plan_command(served)
     with pytest.raises(MeshwrightError, match="add --serve"):
         plan_command([word for word in words if word != "--serve"])
     with pytest.raises(MeshwrightError, match="does not go with --requests"):
         plan_command([*words, "--seq", "512"])
+    with pytest.raises(MeshwrightError, match="--refused lists meshes of one machine"):
+        plan_command([*words, "--refused"])
+    two = [word if word != "h100:1" else "h100:1,h200:1" for word in words]
+    plan_command(two)
+    assert "h200:1" in capsys.readouterr().out
+    plan_command([*two, "--top", "1"])
+    table = capsys.readouterr().out.split("next")[0]
+    assert ("h100:1" in table) != ("h200:1" in table)
     with pytest.raises(MeshwrightError, match=r"compute.remat='full' is of training"):
         plan_command([*words, "--compute.remat", "full"])
     without = [word for word in words if word not in ("--requests", "5")]

@@ -113,6 +113,18 @@ def test_a_step_that_maxtext_runs_with_offload_fits_by_itself() -> None:
     assert found.best.memory.fits_host
 
 
+def test_405b_on_one_v6e_256_is_told_the_dtypes_with_which_it_fits() -> None:
+    """MaxText trains it there, with weights in bfloat16 and activations on the hosts."""
+    asked: tuple[Any, ...] = ("llama-3.1-405b", "v6e:16x16", 256, 8192)
+    flags = "--optimizer.moments bfloat16 or --compute.param-dtype bfloat16 would fit"
+    with pytest.raises(MeshwrightError, match=flags):
+        plan(*asked)
+    for setting in ("optimizer_moments", "param_dtype"):
+        found = plan(*asked, **{setting: "bfloat16"}).best
+        assert found.memory.fits
+        assert found.choice.remat == "offload"
+
+
 def test_a_choice_with_it_has_a_larger_batch() -> None:
     full, offload = (
         plan("llama-3.1-8b", "h200:1", 1, 4096, moments="bfloat16", remat=remat)

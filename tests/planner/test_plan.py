@@ -525,7 +525,7 @@ def test_a_model_too_large_to_serve_is_told_of_a_machine_that_can() -> None:
 
 
 # nearly all of attention is outside the window: counted as if it were inside, MFU would be above 1
-SHORT_SIGHTED = dataclasses.replace(preset("mistral-7b"), sliding_window=256)
+SHORT_SIGHTED = dataclasses.replace(preset("mistral-7b"), sliding_window=256, max_seq=65536)
 
 
 @hypothesis.settings(max_examples=25, deadline=None)
@@ -553,7 +553,7 @@ def test_any_job_on_any_machine_is_planned_or_refused_in_words(
     try:
         found = plan(model, on, batch, seq, optimizer=said, kind=kind)
     except MeshwrightError as reason:
-        assert "mesh" in str(reason)
+        assert "mesh" in str(reason) or (kind == "serve" and "positions" in str(reason))
         return
     for one in found.ranked:
         assert one.choice.devices == Machine.parse(on).num_devices

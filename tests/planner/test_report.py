@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import html
 import io
 import json
 import re
@@ -24,7 +25,9 @@ from meshwright.machines import Machine
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models.decoder import PRESETS
 from meshwright.ops.rope import LinearScaling, Rope, YarnScaling
+from meshwright.planner import Run, compare, constraints_of, curve, planned_sizes
 from meshwright.planner.report import (
+    comparison_page,
     explain,
     find_mesh,
     page,
@@ -39,7 +42,7 @@ from meshwright.planner.report.phrases import folded, groups_of, next_commands, 
 from meshwright.planner.result import Choice, Plan, Refusal
 from meshwright.present import amount, bar, gib, seconds_text
 from meshwright.serving import EngineConfig
-from meshwright.training import with_settings
+from meshwright.training import TrainConfig, with_settings
 
 
 def printed(group: Group, width: int, **said: Any) -> list[str]:
@@ -481,6 +484,37 @@ def test_the_page_needs_nothing_from_outside() -> None:
     assert text.startswith("<!doctype html>")
     outside = set(re.findall(r"https?://[^\s\"'`]+", text))
     assert outside <= {"http://www.w3.org/2000/svg"}, "a name, never fetched"
+    assert not re.search(r"\b(src|href)\s*=|@import|url\(|fetch\(", text)
+
+
+def test_the_page_copies_commands_and_slides_to_other_sizes() -> None:
+    machine = Machine.parse("h100:8")
+    config = TrainConfig("tiny", batch=32, seq=128)
+    found = planned_sizes(config, machine, constraints_of(config))
+    assert {one.machine.num_chips for one in found} == {2, 4, 8, 16, 32}
+    assert {one.batch for one in found} == {8, 16, 32, 64, 128}
+    own = [one for one in found if one.batch == 32]
+    curved = curve(config, machine, constraints_of(config))
+    assert [(one.machine, one.tokens_per_second) for one in own] == [one[:2] for one in curved]
+    text = page(made_plan(), sizes=found)
+    assert 'id="sizeBatch" type="range"' in text
+    assert "navigator.clipboard.writeText" in text
+    assert 'type="range"' not in page(made_plan())
+
+
+def test_a_page_of_machines_compared_has_every_reason_and_needs_nothing_from_outside() -> None:
+    config = TrainConfig("tiny", batch=64, seq=128)
+    machines = [Machine.parse("h100:8"), Machine.parse("v5e:2x4")]
+    found = compare(config, [*machines, Machine.parse("l4:1")], Run(1e9, within=600.0))
+    text = comparison_page(found, curve(config, machines[0], constraints_of(config)))
+    for one in found.offers:
+        assert str(one.machine) in text
+        assert html.escape(one.estimate.reason) in text
+    for other in found.refused:
+        assert html.escape(other.why) in text
+    assert "meshwright plan tiny --on" in text
+    outside = set(re.findall(r"https?://[^\s\"'`]+", text))
+    assert outside <= {"http://www.w3.org/2000/svg"}
     assert not re.search(r"\b(src|href)\s*=|@import|url\(|fetch\(", text)
 
 

@@ -214,3 +214,10 @@ def test_weights_that_cannot_be_are_refused(said: dict[str, Any], words: str) ->
     with pytest.raises(MeshwrightError) as error:
         plan(LLAMA_8B, "h100:8", 8, 512, **said)
     assert words in str(error.value)
+
+
+def test_more_tokens_than_an_engine_serves_are_refused() -> None:
+    model = dataclasses.replace(LLAMA_8B, max_seq=8192)
+    assert plan(model, "h100:8", 8, 8192, kind="serve").ranked
+    with pytest.raises(MeshwrightError, match=r"seq=8,193 does not fit .* has 8,192 positions"):
+        plan(model, "h100:8", 8, 8193, kind="serve")

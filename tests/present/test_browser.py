@@ -11,9 +11,13 @@ from tests.planner.made_plan import made_plan
 
 import meshwright as mw
 from meshwright.data import ByteTokenizer, TokenStore, documents_page, shown_documents
+from meshwright.machines import Machine
+from meshwright.planner import Run, compare
+from meshwright.planner.report import comparison_page
 from meshwright.planner.report import page as plan_page
 from meshwright.show import page as show_page
 from meshwright.show import scene
+from meshwright.training import TrainConfig
 from meshwright.training.run import ENDED, Board, MetricsLog, only_run_in, write_run_page
 
 GIB = 1 << 30
@@ -56,12 +60,20 @@ def plan(folder: Path) -> str:
     return plan_page(made_plan())
 
 
+def machines(folder: Path) -> str:
+    config = TrainConfig("tiny", batch=64, seq=128)
+    names = ("h100:8", "v5e:2x4", "l4:1")
+    found = compare(config, [Machine.parse(name) for name in names], Run(1e9, within=600.0))
+    return comparison_page(found)
+
+
 # of each page, a text that its script or its template writes
 PAGES: dict[str, tuple[Callable[[Path], str], str]] = {
     "run": (run, "30.0 of 80.0 GiB"),
     "show": (show, "b@tp"),
     "data": (data, "13 × 0"),
     "plan": (plan, "fsdp"),
+    "machines": (machines, "h100"),
 }
 
 

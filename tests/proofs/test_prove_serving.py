@@ -112,9 +112,10 @@ def test_the_command_reports_both_steps_and_the_audit(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("tiny --on cpu:8 --seq 64", "--batch is missing"),
+        ("tiny --on cpu:8 --seq 64", "add --batch 32; meshwright prove"),
         ("tiny --on cpu:8 --batch 4 --seq x", "--seq: 'x' is not a whole number"),
-        ("tiny --batch 4 --seq 64", "--on MACHINE"),
+        ("tiny --batch 4 --seq 64", "add --on h100:8"),
+        ("tiny --on cpu:8 --batch 4 --seq 64 --steps 3", "--steps does not go with prove --serve"),
         ("tiny --on cpu:8 --batch 4 --seq 64 --mesh fsdp=8", "meshes of dp, tp and ep"),
         ("tiny --on cpu:8 --batch 4 --seq 64 --engine.weights int4", "must be int8 or fp8"),
         ("t5-tiny --on cpu:2 --mesh tp=2 --batch 4 --seq 64", "compiles steps of decoders"),

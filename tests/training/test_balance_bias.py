@@ -120,7 +120,7 @@ def test_the_bias_has_no_gradient_and_no_moments() -> None:
     ("model", "settings", "message"),
     [
         ("tiny-moe", {}, "loss.balance_bias=0.001 moves .* this model has none; leave it out"),
-        ("tiny", {}, "this model has no experts; leave it out"),
+        ("tiny", {}, "tiny has no experts; leave it out"),
         ("deepseek", {"lora": LoraConfig(8)}, "which LoRA leaves as it is"),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_mistake_is_told_before_anything_is_compiled(
     train_command: TrainCommand, arguments: list[str], words: str, tmp_path: Path
 ) -> None:
     said = train_command(*arguments, "--run", str(tmp_path / "run"), expect=2)
-    assert words in " ".join(said.replace("│", " ").split()), said  # tyro draws boxes
+    assert words in said
     assert "Traceback" not in said
     assert not (tmp_path / "run" / "config.json").exists()
 

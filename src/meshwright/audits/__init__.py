@@ -1,6 +1,6 @@
 """Audit a compiled program: a table of its collectives, each planned or a surprise."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.audits.collective import (
     OPERATIONS,
@@ -26,8 +26,10 @@ from meshwright.audits.text import (
     replicated_table,
     row_line,
     rows_table,
+    short_source,
     sums_table,
 )
+from meshwright.lazy import import_when_used
 
 if TYPE_CHECKING:
     from meshwright.audits.compiled import audit, jax_stage
@@ -40,20 +42,9 @@ __all__ = [
     "axes_between",
     "buffers_table", "collectives", "expected_of", "expected_of_step", "headline", "instructions",
     "jax_stage", "judged", "marks", "merged", "objections", "part_of_axes", "print_table",
-    "read_program", "replica_groups", "replicated_table", "row_line", "rows_table", "sums_table",
+    "read_program", "replica_groups", "replicated_table", "row_line", "rows_table", "short_source",
+    "sums_table",
     "trip_count", "wire_bytes",
 ]  # fmt: skip
 
-_LAZY = {
-    "audit": "compiled", "jax_stage": "compiled", "expected_of_step": "step",
-    "print_table": "terminal",
-}  # fmt: skip
-
-
-def __getattr__(name: str) -> Any:
-    """What needs jax or rich is imported when it is used."""
-    import importlib
-
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+import_when_used(__name__)

@@ -5,16 +5,10 @@ import math
 import re
 from typing import Any, Literal
 
-from meshwright.audits.program import array_bytes
+from meshwright.audits.program import array_bytes, source_line
 from meshwright.errors import MeshwrightError, did_you_mean
 
 Phase = Literal["forward", "backward", "optimizer"]
-# functions of ours around the collectives of jax; the line that called them is the source
-WRAPPER_FILES = (
-    "meshwright/ops/collectives.py",
-    "meshwright/ops/fp8.py",
-    "meshwright/ops/attention/permute.py",
-)
 OPERATIONS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -118,6 +112,7 @@ class SentCollective:
     collective_matmul: bool = (
         False  # a permute of a collective matmul, instead of an all-gather or reduce-scatter
     )
+    name: str = ""  # of the instruction, in the program's text
     part_of_axes: bool = False  # its groups are not all the devices along its axes
     between_slices: bool = False  # over the network between TPU slices
     planned: bool = True
@@ -153,10 +148,8 @@ class SentCollective:
 
     @property
     def source(self) -> str:
-        """The source line, as "file.py:12"; "" if the text has none; not that of a wrapper."""
-        files = ((line, line.rpartition(":")[0]) for line in self.stack)
-        lines = [line for line, file in files if not file.endswith(WRAPPER_FILES)]
-        return next(iter(lines or self.stack), "")
+        """The line of the user's program, as "file.py:12"; "" if the text has none."""
+        return source_line(self.stack)
 
     def data(self) -> dict[str, Any]:
         """As plain JSON data."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.audits.loops import instructions
-from meshwright.audits.program import Program, array_bytes
+from meshwright.audits.program import Program, array_bytes, source_line
 from meshwright.layouts import axes_of
 
 MIB = 2**20
@@ -64,10 +64,9 @@ def largest_buffers(program: Program, most: int = 20) -> tuple[Buffer, ...]:
             if key in found:
                 found[key] = dataclasses.replace(found[key], count=found[key].count + 1)
             elif array_bytes(array):
-                stack = program.stack(one)
                 found[key] = Buffer(
                     array_bytes(array), *array, one.operation, one.scope,
-                    stack[0] if stack else "", 1,
+                    source_line(program.stack(one)), 1,
                 )  # fmt: skip
     return tuple(sorted(found.values(), key=lambda buffer: -buffer.bytes)[:most])
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.errors import MeshwrightError
 
@@ -22,10 +22,20 @@ _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]")
 _INSTRUCTION = re.compile(
     r"^\s+(ROOT )?%?([^\s=]+) = (\(.*?\)|\S+) ([a-z][\w-]*)\((.*)$", re.DOTALL
 )
-_HEADER = re.compile(r"^(ENTRY )?%?([^\s=(]+) ?\(.*\{$")
+_HEADER = re.compile(r"^(ENTRY )?%?([^\s=({]+) ?(?:\(.*)?\{$")
 _END = re.compile(r"^\}( *$|, execution_thread=| //)")
 _START = re.compile(r"^\s+(ROOT )?%?[^\s=]+ = ")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
+# functions of ours around the collectives of jax; the line that called them is the source
+WRAPPER_FILES = (
+    "meshwright/ops/collectives.py",
+    "meshwright/ops/fp8.py",
+    "meshwright/ops/attention/permute.py",
+)
+# installed packages, but for this one, and Python's own library
+_LIBRARIES = re.compile(
+    r"/(site|dist)-packages/(?!meshwright/)|/lib/python3\.\d+/(?!site-packages/|dist-packages/)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +84,17 @@ class Program:
         file = re.search(r'\bsource_file="([^"]*)"', instruction.rest)
         line = re.search(r"\bsource_line=(\d+)", instruction.rest)
         return (f"{file[1]}:{line[1] if line else '?'}",) if file else ()
+
+
+def source_line(stack: Sequence[str]) -> str:
+    """The innermost line of a stack outside libraries and wrappers; the innermost if all are."""
+    files = ((line, line.rpartition(":")[0]) for line in stack)
+    lines = [
+        line
+        for line, file in files
+        if not file.endswith(WRAPPER_FILES) and not _LIBRARIES.search(file)
+    ]
+    return next(iter(lines or stack), "")
 
 
 def dtype_bits(dtype: str) -> int:

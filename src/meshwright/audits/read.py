@@ -228,7 +228,7 @@ class _Reader:
                 unsure=place.unsure, branch=place.branch,
                 collective_matmul=operation == "collective-permute"
                 and "windowed_dot_general" in place.computation + scope + one.name,
-                part_of_axes=part,
+                name=one.name, part_of_axes=part,
             )  # fmt: skip
             yield self.started(row, body, position) if kind[2] else row
 

@@ -113,6 +113,11 @@ class Audit:
 
         return f"Audit({headline(self)})"
 
+    def _repr_html_(self) -> str:
+        from meshwright.audits.text import notebook
+
+        return notebook(self)
+
     def markdown(self) -> str:
         """The sums and the rows as Markdown tables."""
         from meshwright.audits.text import markdown

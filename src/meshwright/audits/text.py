@@ -14,8 +14,10 @@ from meshwright.present import (
     bytes_text,
     count,
     mesh_text,
+    table_html,
     table_markdown,
     table_text,
+    text_html,
 )
 
 if TYPE_CHECKING:
@@ -127,6 +129,16 @@ def plain_text(audit: Audit) -> str:
     if audit.replicated:
         parts += ["", "arrays with copies:", table_text(*replicated_table(audit))]
     return "\n".join(parts)
+
+
+def notebook(audit: Audit) -> str:
+    """The sums, the rows with most bytes and what was not planned, as HTML."""
+    ordered = sorted(audit.rows, key=lambda row: -row.wire_bytes * row.times)[:30]
+    wrong = [f"surprise: {row_line(row)}" for row in audit.surprises]
+    wrong += [f"rewritten: {row_line(row)}" for row in audit.rewritten]
+    tables = (sums_table(audit), rows_table(ordered))
+    parts = [text_html(headline(audit)), *(table_html(*table) for table in tables)]
+    return "".join([*parts, text_html(*wrong, *(f"note: {note}" for note in audit.notes))])
 
 
 def markdown(audit: Audit) -> str:

@@ -17,24 +17,23 @@ from meshwright.audits import (
     headline,
     marks,
     merged,
-    print_table,
     replicated_table,
     row_line,
     rows_table,
     sums_table,
 )
-from meshwright.audits import audit as read_audit
-from meshwright.cli.flags import take, take_all, take_integer, take_switch
+from meshwright.cli.flags import simulate, take, take_all, take_integer, take_switch
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import STANDARD_AXES, MeshSpec
 from meshwright.present import mesh_text
 
-HELP = """meshwright audit MODEL --mesh … [the settings of train] [--json] [--fail-on WHAT]
-meshwright audit --text FILE --mesh fsdp=4,tp=2 [--json] [--fail-on WHAT]
+HELP = """usage: meshwright audit MODEL --mesh … [the settings of train] [--json] [--fail-on WHAT]
+       meshwright audit --text FILE --mesh fsdp=4,tp=2 [--json] [--fail-on WHAT]
 
-Compile the step that `meshwright train` with these settings would run, on the devices of this
-machine or on --cpu-devices N, and list every collective in it: operation, mesh axes, bytes,
-executions, source. A collective that the layout does not need is a surprise. No data is needed.
+List every collective of a training step or a compiled program: planned, or a surprise. The step is
+the one that `meshwright train` with these settings would run, compiled for the devices of this
+machine or for --cpu-devices N. The list has the operation, mesh axes, bytes, executions and source;
+a collective that the layout does not need is a surprise. No data is needed.
 
   --text FILE          read the text of a compiled program instead: compiled.as_text(), an XLA dump,
                        or the program.hlo.gz of prove
@@ -78,6 +77,8 @@ def audit_command(arguments: Sequence[str]) -> None:
 
 def show(audit: Audit, console: Console, most: int = 30) -> None:
     """Print the sums, then the rows, most bytes first, then the largest arrays."""
+    from meshwright.audits import print_table
+
     console.print(headline(audit), highlight=False, soft_wrap=True)
     print_table(console, sums_table(audit))
     ordered = sorted(audit.rows, key=lambda row: -row.wire_bytes * row.times)
@@ -118,6 +119,8 @@ def _unknown(fail_on: str, program: str) -> MeshwrightError:
 
 def _of_text(file: str, words: list[str], expect: list[str]) -> Audit:
     """The audit of a dumped program; only the mesh of train's settings is used."""
+    from meshwright.audits import audit as read_audit  # which imports jax
+
     mesh = take(words, "--mesh")
     if mesh is None:
         raise MeshwrightError("--text needs --mesh, the mesh that the program was compiled for")
@@ -143,15 +146,13 @@ def _text_in(file: str) -> str:
 
 def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:
     """The audit of the train step with these settings."""
+    from meshwright.audits import audit as read_audit
     from meshwright.audits import expected_of_step
     from meshwright.cli.train import settings
-    from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
     from meshwright.training import AbstractStep, abstract_step
 
-    config = settings(words)
-    make_room_for_cpu_collectives()
-    if config.cpu_devices is not None:
-        simulate_devices(config.cpu_devices)
+    config = settings(words, prog="meshwright audit")
+    simulate(config.cpu_devices)
     step: AbstractStep = abstract_step(config)
     expected = _expectations(expect, step.mesh.axis_names)
     if expected is None and set(step.mesh.axis_names) <= {*STANDARD_AXES, "ep"}:

@@ -1,22 +1,27 @@
 """`meshwright board`: the runs of a folder on one live page."""
 
+import dataclasses
 from pathlib import Path
 
-import tyro
-
-from meshwright.training.run import Board
+from meshwright.cli.parser import POSITIONAL
 
 
-def board(runs: tyro.conf.Positional[tuple[Path, ...]] = (Path("runs"),), port: int = 6007) -> None:
+@dataclasses.dataclass(frozen=True)
+class BoardSettings:
+    runs: tuple[Path, ...] = dataclasses.field(default=(Path("runs"),), metadata=POSITIONAL)
+    """Folders that hold runs, up to 4 folders deep, or runs themselves."""
+    port: int = 6007
+    """Port on this machine; 0: a free one. From another machine, use ssh -L."""
+
+
+def board(settings: BoardSettings) -> None:
     """Show the runs of a folder on one page, live, and compare them.
 
     meshwright board runs
-
-    Args:
-        runs: Folders that hold runs, at any depth up to 4, or runs themselves.
-        port: Port on this machine; 0: a free one. From another machine, use ssh -L.
     """
-    with Board(runs, port) as server:
-        print(f"board of {', '.join(map(str, runs))}: {server.url}", flush=True)
-        print("Ctrl-C ends it")
+    from meshwright.training.run import Board  # here, after the settings are read: it imports jax
+
+    with Board(settings.runs, settings.port) as server:
+        print(f"board of {', '.join(map(str, settings.runs))}: {server.url}", flush=True)
+        print("Ctrl-C ends it", flush=True)
         server.serve()

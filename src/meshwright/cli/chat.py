@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
+from meshwright.cli.flags import simulate
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import signal_calls
 
@@ -19,7 +18,7 @@ _ADAPTER = "adapter"  # its name in the engine
 class ChatSettings:
     """Model, sampling and placement."""
 
-    model: tyro.conf.Positional[str]
+    model: str
     """Folder of a run, of a Hugging Face model or of an adapter of PEFT, or a name on the Hub
     (org/name)."""
     adapter: str | None = None
@@ -50,24 +49,18 @@ class ChatSettings:
     """Simulate this number of devices on the CPU."""
 
 
-def chat(settings: tyro.conf.OmitArgPrefixes[ChatSettings]) -> None:
+def chat(settings: ChatSettings) -> None:
     """Talk with the model of a run or of a Hugging Face folder, in the terminal.
 
-    meshwright chat runs/first
+      meshwright chat runs/first
 
     Ctrl-C stops an answer, and between answers ends; so do /exit and Ctrl-D. /new begins anew.
     """
-    from meshwright.launch import (
-        keep_compiled_programs,
-        make_room_for_cpu_collectives,
-        simulate_devices,
-    )
+    from meshwright.launch import keep_compiled_programs
     from meshwright.serving import load
 
-    make_room_for_cpu_collectives()
     keep_compiled_programs()
-    if settings.cpu_devices is not None:
-        simulate_devices(settings.cpu_devices)
+    simulate(settings.cpu_devices)
     settable = {"temperature": settings.temperature, "top_p": settings.top_p}
     sampling = {name: value for name, value in settable.items() if value is not None}
     with load(

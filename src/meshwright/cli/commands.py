@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 import sys
+import typing
 from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError, did_you_mean
@@ -11,18 +12,23 @@ from meshwright.files import disk_errors_in_one_line, output_is_written
 
 
 class Command(NamedTuple):
-    """A function of `meshwright.cli.<name>`, and the first sentence of its help."""
+    """A function of `meshwright.cli.<module>`, and the first sentence of its help.
+
+    It takes the settings that its signature names; if it `reads_words`, the words themselves.
+    """
 
     function: str
     summary: str
-    reads_words: bool = False  # else tyro reads them, by the function's signature
+    module: str = ""  # the command's name by default
+    reads_words: bool = False
 
 
 COMMANDS = {
+    "models": Command("models", "List the model presets with their sizes."),
+    "machines": Command("machines", "List the chips and machines of the catalogue."),
     "show": Command(
         "show", "Draw a mesh on its machine, with sharded arrays and the table of a model."
     ),
-    "machines": Command("machines", "List the chips in the catalogue."),
     "plan": Command(
         "plan_command",
         "Rank every mesh of a machine for a model: step time, memory, what limits it, and why.",
@@ -38,13 +44,18 @@ COMMANDS = {
         "List every collective of a training step or a compiled program: planned, or a surprise.",
         reads_words=True,
     ),
-    "data": Command("data", "Make and inspect token stores."),
+    "data pack": Command(
+        "pack", "Tokenize text and pack it into a token store for training.", "data"
+    ),
+    "data info": Command("info", "Show the contents of a token store.", "data"),
+    "data show": Command(
+        "show", "Show documents of a token store, with the tokens that have loss in colour.", "data"
+    ),
+    "data upgrade": Command(
+        "upgrade", "Verify a store packed by an older version, and add block checksums.", "data"
+    ),
     "train": Command("train_command", "Train a language model on any mesh.", reads_words=True),
     "board": Command("board", "Show the runs of a folder on one page, live, and compare them."),
-    "export": Command(
-        "export",
-        "Write the model of a run as a folder that transformers reads, or an adapter for PEFT.",
-    ),
     "eval": Command("evaluate", "Evaluate the model of a run or of a Hugging Face folder."),
     "generate": Command(
         "generate", "Generate text with the model of a training run or of a Hugging Face folder."
@@ -53,9 +64,14 @@ COMMANDS = {
         "chat", "Talk with the model of a run or of a Hugging Face folder, in the terminal."
     ),
     "serve": Command(
-        "serve_command",
-        "Serve a model over HTTP: OpenAI's API, EasyLM's routes and a chat page.",
-        reads_words=True,
+        "serve_command", "Serve a model over HTTP: OpenAI's API, EasyLM's routes and a chat page."
+    ),
+    "export": Command(
+        "export",
+        "Write the model of a run as a folder that transformers reads, or an adapter for PEFT.",
+    ),
+    "doctor": Command(
+        "doctor", "Check versions, devices, memory, kernels and network, and say what to fix."
     ),
 }
 
@@ -78,44 +94,70 @@ def run(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    if arguments[:1] in (["-h"], ["--help"]):
+    if arguments[:1] in (["-h"], ["--help"], ["help"]):
         print(_help())
         return
     if not arguments:
-        raise MeshwrightError(f"no command; give one of them:\n\n{_commands()}")
-    name, *words = arguments
-    if name not in COMMANDS:
-        kind = "not an option here" if name.startswith("-") else "not a command"
-        raise MeshwrightError(f"{name!r} is {kind}{did_you_mean(name, [*COMMANDS, *OPTIONS])}")
-    # here, since tyro takes as long to import as all of this
-    import tyro
-
-    from meshwright.cli.flags import NUMBERS, check_given_once
+        raise MeshwrightError(f"no command; give one of them:\n\n{_lines(COMMANDS)}")
+    name, words = _command(arguments)
+    if name is None:
+        return
+    # here, since they take as long to import as all of this
+    from meshwright.cli.flags import check_given_once, name_axes
     from meshwright.cli.jax_log import shorten_plugin_errors
     from meshwright.cli.other_systems import check_flags
+    from meshwright.cli.parser import read
 
     shorten_plugin_errors()
     check_given_once(words)
     if name in WITH_MESH:
+        words = name_axes(words)
         check_flags(name, words)
     command = COMMANDS[name]
-    function = getattr(importlib.import_module(f"meshwright.cli.{name}"), command.function)
+    module = importlib.import_module(f"meshwright.cli.{command.module or name}")
+    function = getattr(module, command.function)
     if command.reads_words:
         function(words)
         return
-    tyro.cli(
-        function, prog=f"meshwright {name}", args=words, config=(tyro.conf.UseAppendAction,),
-        registry=NUMBERS,
-    )  # fmt: skip
+    (settings_type,) = (
+        hint for of, hint in typing.get_type_hints(function).items() if of != "return"
+    )
+    first = getattr(module, "MOST_USED", ())
+    function(read(settings_type, words, f"meshwright {name}", function.__doc__, first=first))
+
+
+def _command(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """The command that is asked for, and its words; None where its help was."""
+    name, *words = arguments
+    if name in COMMANDS:
+        return name, words
+    group = {full: command for full, command in COMMANDS.items() if full.startswith(f"{name} ")}
+    if not group:
+        kind = "not an option here" if name.startswith("-") else "not a command"
+        known = [full.partition(" ")[0] for full in COMMANDS]
+        raise MeshwrightError(f"{name!r} is {kind}{did_you_mean(name, [*known, *OPTIONS])}")
+    if words[:1] in (["-h"], ["--help"]):
+        print(f"usage: meshwright {name} COMMAND ...\n\n{_lines(group)}")
+        return None, []
+    if not words:
+        raise MeshwrightError(f"meshwright {name} needs a command:\n\n{_lines(group)}")
+    full = f"{name} {words[0]}"
+    if full not in group:
+        known = [other.partition(" ")[2] for other in group]
+        raise MeshwrightError(
+            f"{words[0]!r} is not a command of meshwright {name}{did_you_mean(words[0], known)}"
+        )
+    return full, words[1:]
 
 
 def _help() -> str:
     return (
         "usage: meshwright COMMAND ...\n\nSay where every axis goes, see what it costs, run it.\n\n"
-        f"{_commands()}\n\n"
-        "meshwright COMMAND --help says what a command takes, meshwright --version which this is."
+        f"{_lines(COMMANDS)}\n\n"
+        "meshwright COMMAND --help says what a command takes, meshwright --version (-V) which "
+        "version this is."
     )
 
 
-def _commands() -> str:
-    return "\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items())
+def _lines(commands: dict[str, Command]) -> str:
+    return "\n".join(f"  {name:<14}{command.summary}" for name, command in commands.items())

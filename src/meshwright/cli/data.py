@@ -1,14 +1,12 @@
 """`meshwright data`: make token stores from text, and inspect them."""
 
 import codecs
+import dataclasses
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,24 +31,21 @@ from meshwright.data import (
     shown_documents,
     special_tokens,
     tokenizer_folder,
-    upgrade,
 )
 from meshwright.data import pack as pack_store
+from meshwright.data import upgrade as upgrade_store
 from meshwright.errors import MeshwrightError
 from meshwright.present import count, write_page
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Pack:
-    """Tokenize text and pack it into a token store for training.
+    """What to read, and how to encode it."""
 
-    meshwright data pack books/ --out books.store --tokenizer llama/tokenizer.json
-    """
-
-    sources: tyro.conf.Positional[tuple[str, ...]]
+    sources: tuple[str, ...]
     """Input files (.txt, .md, .jsonl, .json, all also with .gz or .zst, .parquet, .arrow), folders
     of them, or datasets on the Hugging Face Hub (org/name, org/name@revision)."""
-    out: Path
+    out: Path = dataclasses.field(kw_only=True)
     """Folder of the new token store."""
     tokenizer: str = "bytes"
     """Tokenizer: "bytes", a Hugging Face tokenizer.json, a folder that contains one, or a model on
@@ -99,11 +94,11 @@ class Pack:
     """Replace an existing token store."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Info:
-    """Show the contents of a token store."""
+    """Which store, and what of it."""
 
-    store: tyro.conf.Positional[str]
+    store: str
     """Folder of a token store, or "embedded"."""
     seq: int = 2048
     """Sequence length, used to count the sequences in the store."""
@@ -113,14 +108,11 @@ class Info:
     """Read the whole store and verify its checksums and hashes."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Show:
-    """Show documents of a token store, with the tokens that have loss in colour.
+    """Which documents of a store."""
 
-    meshwright data show chat.store --html chat.html
-    """
-
-    store: tyro.conf.Positional[str]
+    store: str
     """Folder of a token store, or "embedded"."""
     document: int = 0
     """Document to begin with, counted from 0."""
@@ -130,40 +122,19 @@ class Show:
     """Write a self-contained HTML page to this file instead."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Upgrade:
-    """Verify a store packed by an older version, and add block checksums.
+    """Which store."""
 
-    meshwright data upgrade books.store
-    """
-
-    store: tyro.conf.Positional[Path]
+    store: Path
     """Folder of the token store; its tokens and identity do not change."""
 
 
-def data(
-    # settings only: tyro would present errors of the work itself as its own
-    command: tyro.conf.OmitSubcommandPrefixes[
-        Annotated[Pack, tyro.conf.subcommand("pack")]
-        | Annotated[Info, tyro.conf.subcommand("info")]
-        | Annotated[Show, tyro.conf.subcommand("show")]
-        | Annotated[Upgrade, tyro.conf.subcommand("upgrade")]
-    ],
-) -> None:
-    """Make and inspect token stores."""
-    if isinstance(command, Pack):
-        pack(command)
-    elif isinstance(command, Upgrade):
-        store = upgrade(command.store)
-        print(f"upgraded {command.store}: {len(store.tokens):,} tokens match their hashes")
-    elif isinstance(command, Show):
-        show(command)
-    else:
-        info(command)
-
-
 def pack(asked: Pack) -> None:
-    """Pack with progress on the terminal, and print a summary."""
+    """Tokenize text and pack it into a token store for training.
+
+    meshwright data pack books/ --out books.store --tokenizer llama/tokenizer.json
+    """
     split_on = None if asked.split_on is None else _unescaped(asked.split_on)
     tokenizer = load_tokenizer(asked.tokenizer, asked.end_token)
     encoding = _encoding(asked, tokenizer)
@@ -213,8 +184,20 @@ def _encoding(asked: Pack, tokenizer: Tokenizer) -> Encoding:
     )
 
 
+def upgrade(asked: Upgrade) -> None:
+    """Verify a store packed by an older version, and add block checksums.
+
+    meshwright data upgrade books.store
+    """
+    store = upgrade_store(asked.store)
+    print(f"upgraded {asked.store}: {len(store.tokens):,} tokens match their hashes")
+
+
 def info(asked: Info) -> None:
-    """Print a summary of a store, or one of its documents."""
+    """Show the contents of a token store.
+
+    meshwright data info books.store
+    """
     if asked.seq < 1:
         raise MeshwrightError(f"--seq {asked.seq} must be at least 1")
     store = _open(asked.store)
@@ -227,7 +210,10 @@ def info(asked: Info) -> None:
 
 
 def show(asked: Show) -> None:
-    """Print documents, or write a page of them."""
+    """Show documents of a token store, with the tokens that have loss in colour.
+
+    meshwright data show chat.store --html chat.html
+    """
     store = _open(asked.store)
     documents = shown_documents(store, asked.document, asked.count)
     if asked.html is not None:

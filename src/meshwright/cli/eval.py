@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
+from meshwright.cli.flags import simulate
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 class EvalSettings:
     """Model, what to evaluate on, placement and output."""
 
-    model: tyro.conf.Positional[str]
+    model: str
     """Folder of a run or of a Hugging Face model, or its name on the Hub (org/name)."""
     data: str | None = None
     """A token store, or a file that is packed on first use: its loss and perplexity."""
@@ -58,7 +57,7 @@ class EvalSettings:
     """Simulate this number of devices on the CPU."""
 
 
-def evaluate(settings: tyro.conf.OmitArgPrefixes[EvalSettings]) -> None:
+def evaluate(settings: EvalSettings) -> None:
     """Evaluate the model of a run or of a Hugging Face folder.
 
     meshwright eval runs/first --data held-out.store
@@ -70,12 +69,9 @@ def evaluate(settings: tyro.conf.OmitArgPrefixes[EvalSettings]) -> None:
         )
     from meshwright.evaluate import answer_choices, read_questions, run_tasks, store_loss
     from meshwright.hub import MODEL, local_folder
-    from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
     from meshwright.serving import chat_folder, load, model_source
 
-    make_room_for_cpu_collectives()
-    if settings.cpu_devices is not None:
-        simulate_devices(settings.cpu_devices)
+    simulate(settings.cpu_devices)
     model, mesh, dtype, data = settings.model, settings.mesh, settings.dtype, settings.data
     named: dict[str, Any] = {
         "step": settings.step, "tokenizer": settings.tokenizer, "end_token": settings.end_token,

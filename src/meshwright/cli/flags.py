@@ -3,9 +3,6 @@
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any
-
-import tyro
 
 from meshwright.errors import MeshwrightError
 
@@ -13,11 +10,18 @@ REPEATABLE = frozenset({"--array", "--prompt", "--expect", "--api-key", "--allow
 _SUFFIXES = {"k": 1, "m": 2, "b": 3, "g": 3, "t": 4}  # the power of 1000, or of 1024
 
 
-def integer(text: str) -> int:
-    """A whole number as people write it.
+# sizes that are usually powers of two: of them 4k is 4096
+LENGTHS = frozenset({
+    "batch", "body_bytes", "chunk", "greedy_until_max_length", "input_length", "max_length",
+    "max_new", "mlp_chunk", "output", "page_size", "prompt", "seq", "seq_length",
+})  # fmt: skip
 
-    >>> integer("4096"), integer("8_192"), integer("1e12"), integer("4Ki")
-    (4096, 8192, 1000000000000, 4096)
+
+def integer(text: str, thousand: int = 1000) -> int:
+    """A whole number as people write it; `thousand` is what k means, 1024 for lengths.
+
+    >>> integer("4096"), integer("8_192"), integer("1e12"), integer("1.5M"), integer("4k", 1024)
+    (4096, 8192, 1000000000000, 1500000, 4096)
     """
     word = text.strip().replace("_", "")
     if re.fullmatch(r"[+-]?[0-9]{1,30}", word):
@@ -26,15 +30,13 @@ def integer(text: str) -> int:
         digits, fraction, power = found[1], (found[2] or "").rstrip("0"), int(found[3])
         if len(fraction) <= power:
             return int(digits + fraction.ljust(power, "0"))
-    if found := re.fullmatch(r"([0-9]{1,15})([kmbgt])(i?)", word, re.IGNORECASE):
-        number, power = int(found[1]), _SUFFIXES[found[2].lower()]
-        if found[3]:
-            return number * 1024**power
-        raise MeshwrightError(
-            f"{text!r} can be {number * 1000**power} or {number * 1024**power}; write the number "
-            "that you mean"
-        )
-    raise MeshwrightError(f"{text[:40]!r} is not a whole number, such as 4096, 8_192 or 1e12")
+    if found := re.fullmatch(r"([0-9]{1,12})(?:\.([0-9]{1,12}))?([kmbgt])(i?)", word, re.I):
+        unit = (1024 if found[4] else thousand) ** _SUFFIXES[found[3].lower()]
+        fraction = found[2] or ""
+        number, rest = divmod(int(found[1] + fraction) * unit, 10 ** len(fraction))
+        if not rest:
+            return number
+    raise MeshwrightError(f"{text[:40]!r} is not a whole number, such as 4096, 8_192, 4k or 1e12")
 
 
 def quantity(text: str) -> float:
@@ -63,24 +65,6 @@ def seconds(text: str) -> float:
     if not found or not float(found[1]):
         raise MeshwrightError(f"{text[:40]!r} is not a time, such as 30d, 12h, 90m or 500ms")
     return float(found[1]) * _UNITS[found[2]]
-
-
-NUMBERS = tyro.constructors.ConstructorRegistry()  # for tyro.cli: settings that are integers
-
-
-@NUMBERS.primitive_rule
-def _integers(
-    type_info: tyro.constructors.PrimitiveTypeInfo,
-) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    if type_info.type is not int:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="INT",
-        instance_from_str=lambda words: integer(words[0]),
-        is_instance=lambda value: isinstance(value, int) and not isinstance(value, bool),
-        str_from_instance=lambda value: [str(value)],
-    )
 
 
 def check_given_once(words: Sequence[str]) -> None:
@@ -145,9 +129,31 @@ def take_integer(words: list[str], flag: str, least: int = 0) -> int | None:
     if text is None:
         return None
     try:
-        number = integer(text)
+        number = integer(text, 1024 if flag[2:] in LENGTHS else 1000)
     except MeshwrightError as mistake:
         raise MeshwrightError(f"{flag}: {mistake}") from None
     if number < least:
         raise MeshwrightError(f"{flag} {number} must be a whole number from {least}")
     return number
+
+
+def name_axes(words: list[str]) -> list[str]:
+    """The words with `--axes dp,tp` put into the mesh: `--mesh 8,32` is dp=8,tp=32."""
+    if not any(word.partition("=")[0] == "--axes" for word in words):
+        return words
+    rest = list(words)
+    axes, mesh = take(rest, "--axes"), take(rest, "--mesh")
+    if mesh is None:
+        raise MeshwrightError(f"--axes {axes} names the sizes of --mesh; give it, as in --mesh 8,4")
+    from meshwright.meshes import MeshSpec
+
+    return [*rest, "--mesh", str(MeshSpec.parse(mesh, axes=str(axes).split(",")).by_role())]
+
+
+def simulate(devices: int | None) -> None:
+    """Prepare jax for CPU devices, `devices` of them if it is a number."""
+    from meshwright.launch import make_room_for_cpu_collectives, simulate_devices
+
+    make_room_for_cpu_collectives()
+    if devices is not None:
+        simulate_devices(devices)

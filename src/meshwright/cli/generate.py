@@ -10,8 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-import tyro
-
+from meshwright.cli.flags import simulate
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import ctrl_c_says
 from meshwright.machines import Machine
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 class GenerateSettings:
     """Model, prompts, sampling, placement and output."""
 
-    run: tyro.conf.Positional[str]
+    run: str
     """Folder of a run, of a Hugging Face model or of an adapter of PEFT, or a name on the Hub
     (org/name)."""
     adapter: str | None = None
@@ -65,7 +64,7 @@ class GenerateSettings:
     """Simulate this number of devices on the CPU."""
 
 
-def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
+def generate(settings: GenerateSettings) -> None:
     """Generate text with the model of a training run or of a Hugging Face folder.
 
     meshwright generate runs/first --prompt "Once upon a time" --max-new 200 --mesh fsdp=-1
@@ -74,11 +73,7 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
     import jax
     import jax.numpy as jnp
 
-    from meshwright.launch import (
-        keep_compiled_programs,
-        make_room_for_cpu_collectives,
-        simulate_devices,
-    )
+    from meshwright.launch import keep_compiled_programs
     from meshwright.models import default_dtype, describe_padding, serving_of
     from meshwright.planner import planned_to_serve
     from meshwright.serving import (
@@ -96,10 +91,8 @@ def generate(settings: tyro.conf.OmitArgPrefixes[GenerateSettings]) -> None:
         settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed=settings.seed
     )
     texts = _texts(settings.prompt)
-    make_room_for_cpu_collectives()
     keep_compiled_programs()
-    if settings.cpu_devices is not None:
-        simulate_devices(settings.cpu_devices)
+    simulate(settings.cpu_devices)
     source = model_source(
         settings.run,
         step=settings.step,

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from meshwright.interrupt import end_on_ctrl_c
 
         end_on_ctrl_c()
-    if list(arguments) == ["--version"]:
+    if list(arguments) in (["--version"], ["-V"]):
         from meshwright import __version__
 
         print(f"meshwright {__version__}")

@@ -1,5 +1,6 @@
 """Flags of other systems, answered with the command that does the same here."""
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 
@@ -57,6 +58,9 @@ _RENAMED = {
     "logging_steps": "--log.every", "log_freq": "--log.every", "log_interval": "--log.every",
     "dataset_path": "--data", "train_data": "--data", "dataset": "--data",
     "remat_policy": "--compute.remat", "wandb_project": "--log.wandb",
+    # T5X's Gin names
+    "TRAIN_STEPS": "--steps", "MODEL_DIR": "--run", "BATCH_SIZE": "--batch",
+    "INITIAL_CHECKPOINT_PATH": "--init-from", "MIXTURE_OR_TASK_NAME": "--data",
 }  # fmt: skip
 # without a value, or with one that is true
 _SWITCHES = {
@@ -73,11 +77,13 @@ _ADVICE = {
         "steps x batch x seq",
     ),
     **dict.fromkeys(
-        ("per_device_train_batch_size", "per_device_batch_size", "micro_batch_size",
-         "local_batch_size", "batch_size_per_device"),
-        "--batch is the global batch: sequences of a device x devices x micro-batches "
-        "(--accumulation)",
+        ("gin_file", "gin_bindings", "gin_search_paths", "TASK_FEATURE_LENGTHS"),
+        "settings are flags, or come from a file with --config FILE (a run's config.json); "
+        "MODEL_DIR is --run, MIXTURE_OR_TASK_NAME --data, TASK_FEATURE_LENGTHS --seq, TRAIN_STEPS "
+        "--steps, PjitPartitioner.num_partitions --num-partitions",
     ),
+    "update_llama_config": "the same here is --override NAME=VALUE: theta is rope.theta, "
+    "max_sequence_length is max_seq",
     **dict.fromkeys(
         ("resume", "resume_from_checkpoint", "resume_checkpoint", "load"),
         "the same command resumes the run in --run; --resume-from STEP takes another checkpoint",
@@ -87,6 +93,11 @@ _ADVICE = {
         "the model is the first word after the command; weights come from --init-from FOLDER",
     ),
 }  # fmt: skip
+# sequences of one data rank: Hugging Face, Megatron, torchtitan, the PyTorch guide
+_PER_RANK = frozenset({
+    "per_device_train_batch_size", "per_device_batch_size", "micro_batch_size", "local_batch_size",
+    "training.local_batch_size", "batch_size_per_device", "batch_size_per_rank",
+})  # fmt: skip
 _WITH_TRAINS = ("train", "audit", "prove", "plan")  # commands that take train's settings
 # flags that were here before
 _BEFORE = {
@@ -96,9 +107,12 @@ _BEFORE = {
 }
 _OWN = {"plan": ("--tokens",)}  # flags of a command that others give to train
 _STRATEGIES = ("auto", "ring", "allgather", "ulysses")
-_KNOWN = {*_AXES, *_MESHES, *_RULES, *_RENAMED, *_SWITCHES, *_ADVICE, "sequence_parallel"}
+_KNOWN = {
+    *_PER_RANK, *_AXES, *_MESHES, *_RULES, *_RENAMED, *_SWITCHES, *_ADVICE, "sequence_parallel",
+    "load_llama_config",
+}  # fmt: skip
 # MaxText's settings are words KEY=VALUE
-_KEYS = {*_RENAMED, *_ADVICE, *(name for name in _AXES if "_" in name)}
+_KEYS = {*_RENAMED, *_ADVICE, *_PER_RANK, *(name for name in _AXES if "_" in name)}
 _PREFIXES = ("gin.", "partitioning.", "PjitPartitioner.", "parallelism.", "training.")
 
 
@@ -119,7 +133,11 @@ def check_flags(command: str, words: Sequence[str]) -> None:
         if name in _RENAMED and not value:
             flag = _own_flag(command, _RENAMED[name], written[0])
             raise MeshwrightError(f"{written[0]} needs a value; here it is {flag}")
-        if name == "num_partitions" and "." in written[0]:
+        if name in _PER_RANK:
+            ours += ["--batch", _global_batch(words, value, written[0])]
+        elif name == "load_llama_config":  # EasyLM's and LWM's, where it takes a size
+            ours.insert(0, "tiny" if value == "debug" else f"lwm-{value}")
+        elif name == "num_partitions" and "." in written[0]:
             ours += ["--num-partitions", value]
         elif name in _RENAMED:
             ours += [_own_flag(command, _RENAMED[name], written[0]), value]
@@ -148,6 +166,24 @@ def check_flags(command: str, words: Sequence[str]) -> None:
         f"{', '.join(theirs)}: {subject} of another system; the same here: "
         f"meshwright {command} {shlex.join(ours)}"
     )
+
+
+def _global_batch(words: Sequence[str], value: str, flag: str) -> str:
+    """The batch over all data ranks, if the command says how many there are."""
+    rest = list(words)
+    meshes, times = take_all(rest, "--mesh"), take_all(rest, "--accumulation")
+    spec = None
+    if meshes and meshes[-1] != "auto":
+        spec = MeshSpec.parse(meshes[-1]).by_role()
+    factors = [value, *(times or ["1"])]
+    if spec is None or not spec.is_resolved or not all(one.isdecimal() for one in factors):
+        raise MeshwrightError(
+            f"{flag}: --batch is the global batch: sequences of a data rank x data ranks (dp x "
+            "fsdp of the mesh) x micro-batches (--accumulation); with a --mesh whose sizes are all "
+            "given, the command is written for you"
+        )
+    ranks = math.prod(size for axis, size in spec.axes if axis in ("dp", "fsdp", "ep"))
+    return str(ranks * math.prod(map(int, factors)))
 
 
 def _advice(command: str, name: str, flag: str) -> str:

@@ -23,7 +23,7 @@ from meshwright.machines import Catalogue, Machine, read_catalogue
 from meshwright.present import write_page
 
 if TYPE_CHECKING:
-    from meshwright.planner import Plan, Run
+    from meshwright.planner import Comparison, Plan, Run, Size
     from meshwright.training import TrainConfig
 
 HELP = """usage: meshwright plan MODEL --on MACHINE --batch N --seq N [the settings of train]
@@ -52,6 +52,7 @@ many replicas of which machine serve a load, how long clients wait, and what it 
   --batch-tokens 4M    the same in tokens: the nearest power of two of sequences
   --seq N              sequence length in tokens; with --serve, of a prompt and of its cache
   --mesh LIMITS        only meshes that match: "fsdp=*,tp<=8,sp=1"
+  --axes NAMES         names of the sizes of --mesh: --mesh 8,32 --axes data,model
   --serve              plan `meshwright serve` instead: weights, KV cache, times of tokens
   --requests X         requests a second, at random times: how many replicas serve them
   --prompt N           tokens of their prompts on average; lengths are uniform from a quarter to
@@ -75,11 +76,12 @@ many replicas of which machine serve a load, how long clients wait, and what it 
   --failures X         of a chip, a day (default 0.00047: Llama 3 405B's on H100)
   --restart 10m        from a failure until steps are taken again
   --checkpoint-write X bytes a second that a chip writes to the store (default 1.2e8)
-  --top N              meshes to list (default 8)
+  --top N              meshes to list (default 8), or machines (default: all)
   --refused            list every refused mesh with the reason
   --explain MESH       explain one mesh: every formula with its numbers
   --json               print JSON, which `meshwright prove --plan FILE` reads
-  --html FILE          write a self-contained HTML page
+  --html FILE          write a self-contained HTML page, of one machine or of several compared;
+                       with --curve, also for other numbers of chips and batches
 
 meshwright train --help lists the settings."""
 
@@ -107,22 +109,30 @@ def plan_command(arguments: Sequence[str]) -> None:
     catalogue = Catalogue() if file is None else read_catalogue(file)
     on = take(words, "--on")
     if on is None:
-        raise MeshwrightError("--on says for which machine: --on v5p:4x4x4, --on h100:8, --on here")
+        sizes = ["--batch 256", "--seq 4096"]
+        if "--requests" in words:
+            sizes = ["--serve", "--prompt 1000", "--output 200"]
+        sizes = [size for size in sizes if size.split()[0] not in words]
+        _missing(words, ["--on v5p:4x4x4 (or h100:8, here …)", *sizes])
+    assert on is not None
     names = [name.strip() for name in on.split(",")]
     requests = _read(words, "--requests", _positive)
     if requests is not None:
         if html is not None or shown is not None or curves:
             raise MeshwrightError("--requests has no --html, --explain or --curve")
-        _serve_load(words, names, catalogue, requests, as_json=as_json)
+        _check_refused(refused)
+        _serve_load(words, names, catalogue, requests, as_json=as_json, top=top)
         return
     for flag in _OF_LOADS:
         if flag in words:
             raise MeshwrightError(f"{flag} is of a load: add --requests, as in --requests 20")
     run, questions = _run(words)
     if len(names) > 1 or questions or names[0] == "any" or catalogue.chip(names[0]) is not None:
-        if html is not None or shown is not None:
-            raise MeshwrightError("--html and --explain are of one machine with a size")
-        _compare(words, names, catalogue, run, as_json=as_json, curves=curves)
+        if shown is not None:
+            raise MeshwrightError("--explain is of one machine with a size")
+        _check_refused(refused)
+        found, points = _compare(words, names, catalogue, run, curves)
+        _print_compared(found, points, as_json=as_json, html=html, top=top)
         return
     ranking = _ranking(words, Machine.parse(on, catalogue.own), catalogue, run)
     from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
@@ -130,8 +140,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     mesh = None if shown is None else find_mesh(ranking, shown)
     points = _curve(ranking) if curves else []
     if html is not None:
-        write_page(Path(html), page(ranking, points))
-        print(f"wrote {html}", file=sys.stderr if as_json else sys.stdout)
+        others = _sizes(ranking) if curves else []
+        _write(html, page(ranking, points, others), as_json)
     if as_json:
         print(json.dumps(plan_data(ranking) if mesh is None else found_data(ranking, mesh)))
     if as_json or html is not None:
@@ -145,6 +155,22 @@ def plan_command(arguments: Sequence[str]) -> None:
             from meshwright.planner.report import curve_lines
 
             console.print("", *curve_lines(points, console.width), sep="\n")
+
+
+def _check_refused(given: bool) -> None:
+    if given:
+        raise MeshwrightError(
+            "--refused lists meshes of one machine with a size; of several, every machine that is "
+            "refused is listed anyway"
+        )
+
+
+def _missing(words: list[str], flags: list[str]) -> None:
+    """Raise if there is something to add, for all of it at once."""
+    is_first = words and not words[0].startswith("-")
+    needed = flags if is_first or "--config" in words else ["a model, such as llama-3.1-8b", *flags]
+    if needed:
+        raise MeshwrightError(f"add {' and '.join(needed)}; meshwright plan --help says more")
 
 
 def _read(words: list[str], flag: str, read: Callable[[str], float]) -> float | None:
@@ -201,9 +227,9 @@ def _config(
     if batch_tokens is not None and "batch" in named:
         raise MeshwrightError("--batch and --batch-tokens are the same; give one of them")
     sized = auto or batch_tokens is not None
-    for name in ("batch", "seq") if needs_size else ():
-        if not named & {name, "config"} and not (name == "batch" and sized):
-            raise MeshwrightError(f"--{name} is missing; give it, as in --{name} 256")
+    needed = {"batch": "--batch 256", "seq": "--seq 4096"} if needs_size else {}
+    given = named | ({"batch"} if sized else set())
+    _missing(words, [] if "config" in named else [needed[n] for n in needed if n not in given])
     # here, since they import jax
     from meshwright.cli.train import settings
     from meshwright.models import model_config
@@ -227,11 +253,9 @@ def _compare(
     names: list[str],
     catalogue: Catalogue,
     run: "Run | None",
-    *,
-    as_json: bool,
     curves: bool,
-) -> None:
-    """Print machines compared."""
+) -> "tuple[Comparison, list[tuple[Machine, float, float]] | None]":
+    """Machines compared, and how the best scales."""
     if run is None and "--serve" in words:
         raise MeshwrightError(
             "chips are compared for a load: add --requests 20 --prompt 1000 --output 200, or give "
@@ -248,32 +272,46 @@ def _compare(
     limits, stack = take(words, "--mesh"), take(words, "--like") or ""
     config, named = _config(words, catalogue, run, needs_size=False)
     from meshwright.planner import compare, constraints_of, curve, machines_named
-    from meshwright.planner.report import comparison_data, comparison_report
 
     allowed = constraints_of(config, named, limits)
     machines = machines_named(names, catalogue)
     found = compare(config, machines, run, allowed, catalogue=catalogue, like=stack)
-    points = curve(config, found.best.machine, allowed, like=stack) if curves else None
+    return found, curve(config, found.best.machine, allowed, like=stack) if curves else None
+
+
+def _print_compared(
+    found: "Comparison",
+    points: list[tuple[Machine, float, float]] | None,
+    *,
+    as_json: bool,
+    html: str | None,
+    top: int | None,
+) -> None:
+    from meshwright.planner.report import comparison_data, comparison_page, comparison_report
+
+    if html is not None:
+        _write(html, comparison_page(found, points), as_json)
     if as_json:
         print(json.dumps(comparison_data(found, points)))
-        return
-    console = Console()
-    console.print(comparison_report(found, console.width, points))
+    elif html is None:
+        console = Console()
+        console.print(comparison_report(found, console.width, points, top=top))
+
+
+def _write(file: str, html: str, as_json: bool) -> None:
+    write_page(Path(file), html)
+    print(f"wrote {file}", file=sys.stderr if as_json else sys.stdout)
 
 
 def _serve_load(
-    words: list[str], names: list[str], catalogue: Catalogue, requests: float, *, as_json: bool
-) -> None:
+    words: list[str], names: list[str], catalogue: Catalogue, requests: float, *, as_json: bool,
+    top: int | None,
+) -> None:  # fmt: skip
     """Print deployments for a load."""
-    if not take_switch(words, "--serve"):
-        raise MeshwrightError("--requests is of serving: add --serve")
+    missing = [] if take_switch(words, "--serve") else ["--serve"]
     sizes = {name: take_integer(words, f"--{name}", 1) for name in ("prompt", "output")}
-    missing = [f"--{name}" for name, value in sizes.items() if value is None]
-    if missing:
-        raise MeshwrightError(
-            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing; give the "
-            "tokens of prompts and answers, as in --prompt 1000 --output 200"
-        )
+    examples = {"prompt": "--prompt 1000", "output": "--output 200"}
+    _missing(words, missing + [examples[name] for name, size in sizes.items() if size is None])
     read = {"first_token": seconds, "per_token": seconds, "percentile": _positive}
     waits = {name: _read(words, "--" + name.replace("_", "-"), how) for name, how in read.items()}
     weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
@@ -283,7 +321,6 @@ def _serve_load(
             raise MeshwrightError(f"{flag} does not go with --requests; leave it out")
     config, named = _config(words, catalogue, None, needs_size=False)
     from meshwright.planner import (
-        BATCHES,
         Load,
         check_kind,
         constraints_of,
@@ -298,13 +335,13 @@ def _serve_load(
     limits = constraints_of(config, named, mesh)
     offers = deployments(
         config, machines_named(names, catalogue), load, limits, catalogue=catalogue,
-        batches=BATCHES if batch is None else (batch,), weights=weights, cache=cache,
+        batches=None if batch is None else (batch,), weights=weights, cache=cache,
     )  # fmt: skip
     if as_json:
         print(json.dumps(load_data(offers)))
         return
     console = Console()
-    console.print(load_report(offers, console.width))
+    console.print(load_report(offers, console.width, top=top))
 
 
 def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:
@@ -314,6 +351,15 @@ def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:
 
     limits = constraints_of(ranking.config)
     return curve(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
+
+
+def _sizes(ranking: "Plan") -> "list[Size]":
+    if ranking.workload.kind == "serve":
+        return []
+    from meshwright.planner import constraints_of, planned_sizes
+
+    limits = constraints_of(ranking.config)
+    return planned_sizes(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
 
 
 def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run | None") -> "Plan":

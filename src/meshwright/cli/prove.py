@@ -1,37 +1,16 @@
 """`meshwright prove`: compile the step of train or serve for a machine that is not here."""
 
-import contextlib
-import dataclasses
-import json
-import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from rich.console import Console
+HELP = """usage: meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
+       meshwright prove --plan FILE [--choice N]
+       meshwright prove MODEL --on MACHINE --serve --mesh … --batch N --seq N
+                        [--engine.weights int8|fp8] [--engine.cache fp8]
 
-from meshwright.audits import Audit
-from meshwright.audits import audit as read_audit
-from meshwright.cli.audit import show as show_audit
-from meshwright.cli.flags import named_settings, take, take_integer, take_switch
-from meshwright.cli.train import settings
-from meshwright.errors import MeshwrightError
-from meshwright.machines import Machine
-from meshwright.planner import Plan, StepModel, Workload, apply, memory, planned
-from meshwright.planner.report import read_plan
-from meshwright.present import Column, Row, aligned, bytes_text, count
-from meshwright.proofs import Comparison, Proof, compare, expected, prove
-from meshwright.training import AUTO, TrainConfig, training_spec
-
-HELP = """meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
-meshwright prove --plan FILE [--choice N]
-meshwright prove MODEL --on MACHINE --serve --mesh … --batch N --seq N
-                  [--engine.weights int8|fp8] [--engine.cache fp8]
-
-Compile the step that `meshwright train` with these settings would run on MACHINE, with that
-machine's own compiler; none of its chips is needed. Says whether it fits, the compiler's own count
-of memory, every collective, and how far the plan was off. Results are kept, by content.
+Compile a training step with a machine's own compiler; the machine is not needed. The step is the
+one that `meshwright train` with these settings would run on MACHINE. Says whether it fits, the
+compiler's own count of memory, every collective, and how far the plan was off. Results are kept, by
+content.
 
   --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8
   --plan FILE          what `meshwright plan --json` wrote; its best mesh, or choice N (from 1)
@@ -46,237 +25,16 @@ of memory, every collective, and how far the plan was off. Results are kept, by 
 
 TPUs need meshwright[tpu], GPUs meshwright[cuda]. meshwright train --help lists the settings."""
 
-STAGES = {
-    "starting": "starting the compiler",
-    "lowering": "tracing the step",
-    "compiling": "compiling",
-    "reading": "reading the program",
-}
-
 
 def prove_command(arguments: Sequence[str]) -> None:
     """Compile a training step with a machine's own compiler; the machine is not needed.
 
     meshwright prove llama-3.1-8b --on v5p:4x4x4 --mesh fsdp=64 --batch 64 --seq 8192
     """
-    words = list(arguments)  # the flags of prove are taken out, the rest are train's
+    words = list(arguments)
     if not words or "--help" in words or "-h" in words:
         print(HELP)
-        return
-    if take_switch(words, "--serve"):
-        from meshwright.cli.prove_serve import prove_serve
-
-        prove_serve(words)
-        return
-    on, plan_file = take(words, "--on"), take(words, "--plan")
-    choice, most = take_integer(words, "--choice"), take_integer(words, "--rows")
-    fail_on = take(words, "--fail-on")
-    as_json, again = take_switch(words, "--json"), take_switch(words, "--no-cache")
-    if fail_on not in (None, "surprise", "rewrite", "memory"):
-        raise MeshwrightError(
-            f"--fail-on {fail_on!r} is not known; it can be: surprise, rewrite, memory"
-        )
-    default = model = None
-    if plan_file is not None:
-        if words and not words[0].startswith("-"):
-            raise MeshwrightError(
-                f"the plan {plan_file!r} names its model; leave out {words[0]!r}, or plan that one"
-            )
-        plan = read_plan(plan_file)
-        default, model, on = _planned(plan, plan_file, choice), plan.model, on or str(plan.machine)
-    elif choice is not None:
-        raise MeshwrightError("--choice picks a mesh of a plan; give it too: --plan FILE")
-    if on is None:
-        raise MeshwrightError(
-            "--on says for which machine to compile: --on v5p:4x4x4, --on h100:8, --on cpu:8"
-        )
-    config, machine = settings(words, default), Machine.parse(on)
-    if config.backend == "torch":
-        raise MeshwrightError(
-            "prove compiles the step of the JAX backend; with --backend torch mw.torch.audit lists "
-            "what a step sends, and mw.torch.explain where every parameter goes"
-        )
-    if config.mesh == AUTO:
-        config, chosen = planned(config, machine, named_settings(words))
-        print(chosen, file=sys.stderr)
-    has_plan = config.rules == "standard"
-    if fail_on in ("surprise", "rewrite") and not has_plan:
-        raise MeshwrightError(
-            f"--fail-on {fail_on} needs to know what belongs to the step, and the plan knows the "
-            "standard rules alone; audit the program with --expect: meshwright audit --text FILE"
-        )
-    with shown(f"{config.model} on {machine}") as progress:
-        proof = prove(config, machine, model=model, cache=not again, progress=progress)
-    step = StepModel(Workload.of(config, machine, model)) if has_plan else None
-    audit, compared = _read(config, proof, step)
-    if as_json:
-        print(json.dumps(_data(config, proof, audit, compared)))
     else:
-        _print(config, proof, audit, compared, step, 12 if most is None else most)
-    wrong = {
-        "surprise": audit is not None and audit.surprises,
-        "rewrite": audit is not None and (audit.surprises or audit.rewritten),
-        "memory": not proof.fits,
-    }
-    if fail_on is not None and wrong[fail_on]:
-        raise SystemExit(1)
+        from meshwright.cli.prove_train import prove_train
 
-
-def _planned(plan: Plan, file: str, choice: int | None) -> TrainConfig:
-    """The settings of a plan's choice."""
-    if choice is not None and not 1 <= choice <= len(plan.ranked):
-        raise MeshwrightError(
-            f"--choice {choice} is not one of the plan's meshes, 1 to {len(plan.ranked)}"
-        )
-    if plan.engine is not None:
-        raise MeshwrightError(
-            "this plan is for serving; prove it by name: meshwright prove MODEL --on MACHINE "
-            "--serve --mesh … --batch … --seq …"
-        )
-    if not plan.config.model:
-        raise MeshwrightError(
-            f"the plan {file!r} was made of a model's config and names no model; prove it in "
-            "Python: meshwright.proofs.prove(TrainConfig(…), machine, model=…)"
-        )
-    return apply(plan.config, plan.ranked[0 if choice is None else choice - 1].choice)
-
-
-def _read(
-    config: TrainConfig, proof: Proof, step: StepModel | None
-) -> tuple[Audit | None, tuple[Comparison, ...]]:
-    """The audit, with what the plan expects, and the comparison."""
-    if proof.footprint is None:
-        return None, () if step is None else compare(step, proof, None)
-    shape = dict(training_spec(config).resolve(proof.machine.num_devices).axes)
-    if step is None:
-        return read_audit(proof.text, shape), ()
-    audit = read_audit(proof.text, shape, expected=expected(step))
-    return audit, compare(step, proof, audit)
-
-
-def _print(
-    config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Comparison],
-    step: StepModel | None, most: int,
-) -> None:  # fmt: skip
-    console = Console()
-    console.print(headline(config.model, proof), highlight=False, soft_wrap=True)
-    if step is not None and step.padding is not None:
-        console.print(step.padding, highlight=False, soft_wrap=True)
-    if proof.footprint is not None:
-        kinds = ", ".join(
-            f"{kind} {bytes_text(size)}" for kind, size in proof.footprint.kinds.items() if size
-        )
-        console.print(f"of a device: {kinds}", highlight=False, soft_wrap=True)
-    if proof.attention is not None:
-        console.print(
-            f"attention: {proof.attention}", highlight=False, markup=False, soft_wrap=True
-        )
-    buffers = proof.footprint.buffers if proof.footprint else ()
-    buffers = proof.out_of_memory.buffers if proof.out_of_memory else buffers
-    if proof.footprint is None and not buffers and step is not None:
-        # the compiler gave up before it had placed anything
-        kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in memory(step).kinds.items())
-        console.print(f"by the plan: {kinds}", highlight=False, soft_wrap=True)
-    if buffers:
-        lines = [Row((bytes_text(buffer.bytes), buffer.arrays)) for buffer in buffers[:6]]
-        columns = [Column("bytes"), Column("largest buffers", right=False, least=40)]
-        console.print(*aligned(columns, lines, console.width), sep="\n")
-    print_comparison(console, compared)
-    if audit is not None:
-        show_audit(audit, console, most)
-    kept = "the program and the compiler's report are" if proof.footprint else "all it said is"
-    console.print(f"{kept} in {proof.folder}", soft_wrap=True)
-
-
-def print_comparison(console: Console, compared: Sequence[Comparison]) -> None:
-    if not compared:
-        return
-    lines = []
-    for number in compared:
-        off = "" if number.off is None else f"{100 * number.off:+.1f}%"
-        sizes = (bytes_text(int(size)) for size in (number.planned, number.compiled))
-        lines.append(Row((number.what, *sizes, off)))
-    columns = [Column("", right=False), *map(Column, ("plan", "compiler", "off"))]
-    console.print(*aligned(columns, lines, console.width), sep="\n")
-
-
-def headline(model: str, proof: Proof) -> str:
-    seconds = sum(proof.times.values())
-    when = "compiled before" if proof.cached else "compiled"
-    how = f"{when} in {seconds:.0f} s by {proof.compiler}"
-    devices = count(proof.machine.num_devices, "device")
-    subject = f"{model} on {proof.machine} ({devices}), mesh {proof.mesh}"
-    if proof.footprint is not None:
-        total, limit = proof.footprint.total, proof.footprint.limit
-        verdict = "fits" if proof.fits else "does not fit"
-        return f"{verdict}: {bytes_text(total)} of {bytes_text(limit)} a device; {subject}; {how}"
-    lacks = proof.out_of_memory
-    assert lacks is not None
-    if not lacks.needed:
-        return f"does not fit, by the compiler's own word; {subject}; {how}"
-    count_ = ", by the compiler's first count" if lacks.early else ""
-    verdict = f"needs {bytes_text(lacks.needed)} of {bytes_text(lacks.limit)} a device{count_}"
-    return f"does not fit: {verdict}; {subject}; {how}"
-
-
-def _data(
-    config: TrainConfig, proof: Proof, audit: Audit | None, compared: Sequence[Comparison]
-) -> dict[str, Any]:
-    return {
-        "model": config.model,
-        "machine": str(proof.machine),
-        "mesh": config.mesh,
-        **proof_data(proof, audit, compared),
-    }
-
-
-def proof_data(proof: Proof, audit: Audit | None, compared: Sequence[Comparison]) -> dict[str, Any]:
-    """Of one program."""
-    used, lacks = proof.footprint, proof.out_of_memory
-    return {
-        "fits": proof.fits,
-        "memory": None if used is None else dataclasses.asdict(used),
-        "out_of_memory": None if lacks is None else dataclasses.asdict(lacks),
-        "times": dict(proof.times),
-        "compiler": proof.compiler,
-        "cached": proof.cached,
-        "attention": proof.attention,
-        "audit": None if audit is None else audit.data(),
-        "compared": [dataclasses.asdict(number) | {"off": number.off} for number in compared],
-    }
-
-
-@contextlib.contextmanager
-def shown(subject: str) -> Iterator[Any]:
-    """A line on stderr that says the stage and how long it has taken; plain lines in a pipe."""
-    console = Console(stderr=True)
-    stage, start, done = "starting", time.perf_counter(), threading.Event()
-    if not console.is_terminal:
-
-        def line(name: str, _: float) -> None:
-            print(f"{STAGES.get(name, name)}: {subject}", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    with console.status("") as status:
-
-        def tick() -> None:
-            while not done.wait(0.2):
-                passed = time.perf_counter() - start
-                status.update(f"{STAGES.get(stage, stage)}: {subject}, {passed:.0f} s")
-
-        def move(name: str, _: float) -> None:
-            nonlocal stage
-            stage = name
-
-        clock = threading.Thread(target=tick, daemon=True)
-        clock.start()
-        try:
-            yield move
-        finally:
-            done.set()
-            clock.join()
-
-
-if __name__ == "__main__":
-    prove_command(sys.argv[1:])
+        prove_train(words)

@@ -7,7 +7,7 @@ from rich.console import Console
 from meshwright.audits import audit as read_audit
 from meshwright.cli.audit import show as show_audit
 from meshwright.cli.flags import take, take_integer, take_switch
-from meshwright.cli.prove import headline, print_comparison, proof_data, shown
+from meshwright.cli.prove_train import headline, print_comparison, proof_data, shown
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.meshes import STANDARD_AXES, MeshSpec
@@ -25,18 +25,22 @@ def prove_serve(words: list[str]) -> None:
     """`words` are the command line without --serve."""
     on, mesh = take(words, "--on"), take(words, "--mesh")
     weights, kept = take(words, "--engine.weights"), take(words, "--engine.cache")
-    batch, seq = (_number(words, flag) for flag in ("--batch", "--seq"))
-    most = _number(words, "--rows", 12)
+    batch, seq = take_integer(words, "--batch", 1), take_integer(words, "--seq", 1)
+    rows = take_integer(words, "--rows")
+    most = 12 if rows is None else rows
     fail_on = take(words, "--fail-on")
     as_json, again = take_switch(words, "--json"), take_switch(words, "--no-cache")
     if fail_on not in (None, "surprise", "memory"):
         raise MeshwrightError(f"--fail-on {fail_on!r} can be, with --serve: surprise, memory")
-    if len(words) != 1 or words[0].startswith("-") or on is None:
-        raise MeshwrightError(
-            f"prove --serve cannot be read at {' '.join(words)!r}; write meshwright prove MODEL "
-            "--on MACHINE --serve --mesh tp=8 --batch 32 --seq 2048 [--engine.weights "
-            "int8|fp8] [--engine.cache fp8]"
-        )
+    has_model = bool(words) and not words[0].startswith("-")
+    needed = {"a model": has_model, "--on h100:8": on, "--batch 32": batch, "--seq 2048": seq}
+    if missing := [flag for flag, given in needed.items() if not given]:
+        raise MeshwrightError(f"add {' and '.join(missing)}; meshwright prove --help says more")
+    if len(words) > 1:
+        raise MeshwrightError(f"{words[1]} does not go with prove --serve; leave it out")
+    assert on is not None
+    assert batch is not None
+    assert seq is not None
     if weights not in (None, *QUANTIZED_DTYPES):
         raise MeshwrightError(
             f"--engine.weights {weights!r} must be {' or '.join(QUANTIZED_DTYPES)}"
@@ -91,11 +95,3 @@ def prove_serve(words: list[str]) -> None:
     }
     if fail_on is not None and wrong[fail_on]:
         raise SystemExit(1)
-
-
-def _number(words: list[str], flag: str, default: int | None = None) -> int:
-    number = take_integer(words, flag)
-    number = default if number is None else number
-    if number is None:
-        raise MeshwrightError(f"prove --serve: {flag} is missing; give it as in {flag} 32")
-    return number

@@ -1,6 +1,7 @@
 """`meshwright show`: draw a mesh on its machine, sharded arrays, and the table of a model."""
 
-import json as jsonlib
+import dataclasses
+import json
 import re
 import sys
 from pathlib import Path
@@ -15,46 +16,48 @@ from meshwright.meshes import mesh as build_mesh
 from meshwright.present import write_page
 
 
-def show(
-    mesh: str,
-    on: str = "here",
-    axes: str | None = None,
-    array: tuple[str, ...] = (),
-    model: str | None = None,
-    rules: Path | None = None,
-    html: Path | None = None,
-    json: bool = False,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class ShowSettings:
+    mesh: str = dataclasses.field(kw_only=True)
+    """Mesh axes and sizes: fsdp=-1,tp=4 or 1,-1,4,1."""
+    on: str = "here"
+    """Machine: v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here."""
+    axes: str | None = None
+    """Your own names of the mesh axes, as in data,model; sizes may then be positional."""
+    array: tuple[str, ...] = ()
+    """Shape and layout of an array: "4096x1024 embed mlp -> embed@fsdp mlp@tp". Repeatable."""
+    model: str | None = None
+    """Model preset whose arrays to show, such as llama-3.1-8b."""
+    rules: Path | None = None
+    """File of rules for the model: "dim -> axis" or "regex => layout", one per line."""
+    html: Path | None = None
+    """Write a self-contained HTML page to this file instead of drawing in the terminal."""
+    json: bool = False
+    """Print JSON instead of drawing."""
+
+
+def show(settings: ShowSettings) -> None:
     """Draw a mesh on its machine, with sharded arrays and the table of a model.
 
-    meshwright show --mesh fsdp=4,tp=4 --on v5e:4x4 --array "64x32 embed mlp -> embed@fsdp mlp@tp"
-
-    Args:
-        mesh: Mesh axes and sizes: fsdp=-1,tp=4 or 1,-1,4,1.
-        on: Machine: v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8, here.
-        axes: Your own names of the mesh axes, as in "data,model"; sizes may then be positional.
-        array: Shape and layout of an array: "4096x1024 embed mlp -> embed@fsdp mlp@tp". Repeatable.
-        model: Model preset whose arrays to show, such as llama-3.1-8b.
-        rules: File of rules for the model: "dim -> axis" or "regex => layout", one per line.
-        html: Write a self-contained HTML page to this file instead of drawing in the terminal.
-        json: Print JSON instead of drawing.
+    meshwright show --mesh fsdp=4,tp=4 --on v5e:4x4 --array "64x32 a b -> a@fsdp b@tp"
     """
+    model, rules, html = settings.model, settings.rules, settings.html
     # here, after the settings are read: it imports jax
     from meshwright.show import array_grid, axis_table, machine_grid, page, ring_lines, scene
 
     if rules is not None and model is None:
         raise MeshwrightError("--rules needs --model: rules place a model's arrays")
-    placed = _mesh(mesh, on, axes, own_rules=model is not None and rules is None)
-    arrays = [_array(text) for text in array]
+    placed = _mesh(settings, own_rules=model is not None and rules is None)
+    arrays = [_array(text) for text in settings.array]
     table = None if model is None else _explained(model, rules, placed)
     drawn = scene(placed, arrays, table)
     if html is not None:
         write_page(html, page(drawn))
-        print(f"wrote {html}", file=sys.stderr if json else sys.stdout)
-    if json:
+        print(f"wrote {html}", file=sys.stderr if settings.json else sys.stdout)
+    if settings.json:
         data = drawn.data() | ({} if table is None else {"model": table.data()})
-        print(jsonlib.dumps(data))
-    if json or html is not None:
+        print(json.dumps(data))
+    if settings.json or html is not None:
         return
     console = Console()
     console.print(f"mesh {placed} on {placed.machine}: {placed.size} devices")
@@ -68,15 +71,16 @@ def show(
         console.print(table)
 
 
-def _mesh(text: str, on: str, axes: str | None, own_rules: bool) -> MachineMesh:
-    spec = MeshSpec.parse(text, axes=None if axes is None else axes.split(","))
+def _mesh(settings: ShowSettings, own_rules: bool) -> MachineMesh:
+    axes = settings.axes
+    spec = MeshSpec.parse(settings.mesh, axes=None if axes is None else axes.split(","))
     if own_rules and not {"fsdp", "tp"} <= set(spec.names):  # which a model's own rules name
         spec = spec.with_standard_axes()
-    machine = Machine.parse(on)
+    machine = Machine.parse(settings.on)
     try:
         return build_mesh(spec, machine=machine)
     except MeshwrightError as mistake:
-        if on != "here":
+        if settings.on != "here":
             raise
         raise MeshwrightError(f"{mistake}. For an absent machine, name it: --on v5e:4x4") from None
 

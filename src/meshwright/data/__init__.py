@@ -3,55 +3,56 @@
 pack -> TokenStore -> Mixture -> Loader; the batch of a step is a pure function of the step.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshwright.data.check import check_data
-from meshwright.data.conversations import FORMATS
-from meshwright.data.display import page as documents_page
-from meshwright.data.display import shown_documents
-from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
-from meshwright.data.examples import Encoding, LossOn, Weigh
-from meshwright.data.fields import Base64Dtype, Fields
-from meshwright.data.first_use import open_or_pack
-from meshwright.data.loader import (
-    Loader,
-    Objective,
-    all_sequences_loader,
-    held_out_loader,
-    training_loader,
-)
-from meshwright.data.mixture import Mixture, with_sources
-from meshwright.data.objectives import (
-    OBJECTIVES,
-    EncoderDecoderObjective,
-    PrefixLM,
-    SpanCorruption,
-    sentinel_top,
-)
-from meshwright.data.packing import Packed, pack, upgrade
-from meshwright.data.readers import Reading
-from meshwright.data.sequences import (
-    FIELDS,
-    NO_TARGET,
-    WEIGHTS,
-    read_sequences,
-    sequence_count,
-    sequence_table,
-)
-from meshwright.data.store import TokenStore, token_dtype
-from meshwright.data.tokenizers import (
-    ByteTokenizer,
-    Tokenizer,
-    added_tokens,
-    decode_stream,
-    load_tokenizer,
-    tokenizer_files,
-    tokenizer_folder,
-    tokenizer_from_json,
-)
+from meshwright.lazy import import_when_used
 
 if TYPE_CHECKING:
     from meshwright.data.chat_templates import ChatTemplate, load_chat_template, special_tokens
+    from meshwright.data.check import check_data
+    from meshwright.data.conversations import FORMATS
+    from meshwright.data.display import page as documents_page
+    from meshwright.data.display import shown_documents
+    from meshwright.data.embedded import EMBEDDED, embedded_corpus, embedded_text
+    from meshwright.data.examples import Encoding, LossOn, Weigh
+    from meshwright.data.fields import Base64Dtype, Fields
+    from meshwright.data.first_use import open_or_pack
+    from meshwright.data.loader import (
+        Loader,
+        Objective,
+        all_sequences_loader,
+        held_out_loader,
+        training_loader,
+    )
+    from meshwright.data.mixture import Mixture, with_sources
+    from meshwright.data.objectives import (
+        OBJECTIVES,
+        EncoderDecoderObjective,
+        PrefixLM,
+        SpanCorruption,
+        sentinel_top,
+    )
+    from meshwright.data.packing import Packed, pack, upgrade
+    from meshwright.data.readers import Reading
+    from meshwright.data.sequences import (
+        FIELDS,
+        NO_TARGET,
+        WEIGHTS,
+        read_sequences,
+        sequence_count,
+        sequence_table,
+    )
+    from meshwright.data.store import TokenStore, token_dtype
+    from meshwright.data.tokenizers import (
+        ByteTokenizer,
+        Tokenizer,
+        added_tokens,
+        decode_stream,
+        load_tokenizer,
+        tokenizer_files,
+        tokenizer_folder,
+        tokenizer_from_json,
+    )
 
 __all__ = [
     "EMBEDDED", "FIELDS", "FORMATS", "NO_TARGET", "OBJECTIVES", "WEIGHTS", "Base64Dtype",
@@ -65,11 +66,4 @@ __all__ = [
     "upgrade", "with_sources",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """What needs jinja2 is imported when it is used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from meshwright.data import chat_templates
-
-    return getattr(chat_templates, name)
+import_when_used(__name__)

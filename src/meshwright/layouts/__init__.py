@@ -1,6 +1,6 @@
 """The notation: expressions, path rules and logical rules, which all give a Layout."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.layouts.arrays import ArraySpec, is_abstract
 from meshwright.layouts.decide import decide, layout_tree
@@ -12,6 +12,7 @@ from meshwright.layouts.path_rules import PathMatcher, PathRules
 from meshwright.layouts.resolve import resolve
 from meshwright.layouts.trainable import select_trainable
 from meshwright.layouts.trees import path_text, tree_paths
+from meshwright.lazy import import_when_used
 
 if TYPE_CHECKING:
     from meshwright.layouts.jax_arrays import (
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         LayoutLike,
         Normal,
         create,
+        einshard,
         fit,
         resized_like,
         shard,
@@ -29,17 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ArraySpec", "Constant", "Explanation", "Layout", "LayoutLike", "Normal", "PathMatcher",
-    "PathRules", "PlacedArray", "Rules", "axes_of", "create", "decide", "explain", "fit",
-    "is_abstract", "layout_tree", "optimizer_layouts", "path_text", "replication_notes",
+    "PathRules", "PlacedArray", "Rules", "axes_of", "create", "decide", "einshard", "explain",
+    "fit", "is_abstract", "layout_tree", "optimizer_layouts", "path_text", "replication_notes",
     "resized_like", "resolve", "select_trainable", "shard", "sharding", "shardings",
     "standard_rules", "stored", "tree_paths",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """What needs jax is imported when it is used."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from meshwright.layouts import jax_arrays
-
-    return getattr(jax_arrays, name)
+import_when_used(__name__)

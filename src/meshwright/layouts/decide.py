@@ -16,6 +16,7 @@ from meshwright.layouts.arrays import ArraySpec, dim_names, is_abstract
 from meshwright.layouts.expression import Expression
 from meshwright.layouts.layout import AxesByDim, Layout, is_of_jax
 from meshwright.layouts.logical_rules import Rules
+from meshwright.layouts.modules import dims_of_boxes, only_arrays
 from meshwright.layouts.path_rules import PathRules
 from meshwright.layouts.resolve import NOT_A_LAYOUT, is_device_line, mesh_for_layouts, resolve
 from meshwright.layouts.trees import flatten, flatten_with_paths, path_text, tree_paths
@@ -62,10 +63,11 @@ class TreeDecisions:
 def decide(tree: Any, rules: Any, mesh: MeshShape, dims: Any = None) -> TreeDecisions:
     """Decide for every leaf of `tree`.
 
-    `rules`: one layout for all, Rules (dims from ArraySpec leaves or from `dims`), PathRules, or a
-    tree of layouts (a prefix of `tree`).
+    `rules`: one layout for all, Rules (dims from ArraySpec leaves, from Flax's names or from
+    `dims`), PathRules, or a tree of layouts (a prefix of `tree`).
     """
     try:
+        tree = only_arrays(tree)
         leaves, treedef = flatten(tree)
     except (ValueError, TypeError) as reason:  # keys that cannot be sorted
         raise MeshwrightError(f"this is no tree of arrays: {reason}") from None
@@ -76,7 +78,7 @@ def decide(tree: Any, rules: Any, mesh: MeshShape, dims: Any = None) -> TreeDeci
             f"{'path rules' if isinstance(rules, PathRules) else 'a layout'} leave it out"
         )
     if isinstance(rules, Rules):
-        keys: list[Any] = _dims_of_leaves(treedef, leaves, dims)
+        keys: list[Any] = _dims_of_leaves(tree, treedef, leaves, dims)
         decide_one = functools.partial(_by_dims, rules, mesh)
     elif isinstance(rules, PathRules):
         matcher = rules.matcher
@@ -296,10 +298,12 @@ def is_layout(value: Any) -> bool:
     )
 
 
-def _dims_of_leaves(treedef: Any, leaves: list[Any], dims: Any) -> list[Any]:
-    """The dim names of each leaf: from `dims`, else from leaves that carry them."""
+def _dims_of_leaves(tree: Any, treedef: Any, leaves: list[Any], dims: Any) -> list[Any]:
+    """The dim names of each leaf: from `dims`, else from leaves or Flax's boxes that hold them."""
     if dims is None:
-        return [leaf.dims if isinstance(leaf, ArraySpec) else None for leaf in leaves]
+        boxed = dims_of_boxes(tree)
+        pairs = zip(leaves, boxed, strict=True)
+        return [leaf.dims if isinstance(leaf, ArraySpec) else names for leaf, names in pairs]
     try:
         given = treedef.flatten_up_to(dims)
     except (ValueError, TypeError, KeyError) as reason:

@@ -33,8 +33,10 @@ from meshwright.present import (
     mesh_text,
     omitted_columns,
     paragraph,
+    table_html,
     table_markdown,
     table_text,
+    text_html,
     wrapped,
 )
 
@@ -196,6 +198,9 @@ class Explanation:
 
     def __str__(self) -> str:
         return self.text()
+
+    def _repr_html_(self) -> str:
+        return table_html(*self.collapsed()._table()) + text_html(self.summary(), *self.remarks)
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         columns, rows = self.collapsed()._table()

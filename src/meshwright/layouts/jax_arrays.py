@@ -30,6 +30,7 @@ from meshwright.layouts.arrays import ArraySpec
 from meshwright.layouts.decide import TreeDecisions, decide, is_layout
 from meshwright.layouts.expression import Expression
 from meshwright.layouts.layout import Layout, axes_of
+from meshwright.layouts.modules import with_the_rest
 from meshwright.layouts.resolve import (
     NOT_A_LAYOUT,
     NOT_A_MESH,
@@ -146,7 +147,10 @@ def shard(
     devices: Sequence[Any] | None = None,
     dims: Any = None,
 ) -> Any:
-    """Place an array, or every array of a tree.
+    """A copy of an array, or of every array of a tree, in its place; what is given stays as it is.
+
+    A tree is any pytree: dicts, a state of Flax, a module of Equinox (its arrays are placed, and
+    the result is a new module; the one that is given is not changed).
 
     >>> x = shard(np.ones((8, 32)), "x y -> x y*")
     >>> params = {"w1": np.ones((8, 16)), "w2": np.ones((16, 8))}
@@ -186,7 +190,15 @@ def shard(
         put = jax.device_put([leaves[i] for i in concrete], [targets[i] for i in concrete])
         for i, array in zip(concrete, put, strict=True):
             placed[i] = array
-    return decided.treedef.unflatten(placed)
+    return with_the_rest(decided.treedef.unflatten(placed), tree)
+
+
+def einshard(array: Any, expression: str) -> Any:
+    """Place an array by an expression: `shard` under the name that einshard's tutorial has.
+
+    >>> w = einshard(np.ones((8, 32)), "x y -> x y*")
+    """
+    return shard(array, expression)
 
 
 def shardings(

@@ -20,7 +20,15 @@ from meshwright.arithmetic import divisors, first_repeated, whole_numbers
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts.expression import Entry, Expression, is_dim_name
 from meshwright.meshes import RESERVED_AXIS, STANDARD_AXES
-from meshwright.present import count, mesh_text, nearest_multiples
+from meshwright.present import (
+    Column,
+    Row,
+    count,
+    mesh_text,
+    nearest_multiples,
+    table_html,
+    text_html,
+)
 
 if TYPE_CHECKING:
     from meshwright.layouts.jax_arrays import PartitionSpec
@@ -125,6 +133,12 @@ class Layout:
 
     def __str__(self) -> str:
         return str(self.expression)
+
+    def _repr_html_(self) -> str:
+        columns = [Column("dim", right=False), Column("split over", right=False)]
+        pairs = zip(self.expression.left, self.axes, strict=False)
+        lines = [Row((str(dim), "+".join(axes) or "nothing")) for dim, axes in pairs]
+        return text_html(str(self)) + table_html(columns, lines)
 
     def numbers(self, mesh_shape: Mapping[str, int]) -> Expression:
         """The same placement in numbers, as einshard writes it: `a b -> b2 a4`.

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.arithmetic import first_repeated, whole_numbers
+from meshwright.arithmetic import first_repeated, whole_number, whole_numbers
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts.arrays import dim_names, pairs_and_optional
 from meshwright.layouts.layout import Layout, name_dims
@@ -187,16 +187,19 @@ def _decide(rules: Rules, dims: tuple[str | None, ...]) -> RuleOutcome:
 
 
 def standard_rules(
-    activation_dims: int = 1, parameter_dims: int = 1, additional: Iterable[Any] = ()
+    activation_partitioning_dims: int = 1,
+    parameter_partitioning_dims: int = 1,
+    additional_rules: Iterable[Any] | None = None,
 ) -> Rules:
-    """T5X's four standard sets over mesh axes data and model; `additional` rules come last.
+    """T5X's four standard sets over mesh axes data and model; `additional_rules` come last.
 
-    `activation_dims=2` also splits activations over model, `parameter_dims=2` also splits weights
-    over data.
+    `activation_partitioning_dims=2` also splits activations over model,
+    `parameter_partitioning_dims=2` also splits weights over data. The names are T5X's.
     """
-    for name, value in (("activation_dims", activation_dims), ("parameter_dims", parameter_dims)):
-        if value not in (1, 2):
-            raise MeshwrightError(f"{name}={value!r} is not 1 or 2")
+    activation_dims, parameter_dims = activation_partitioning_dims, parameter_partitioning_dims
+    for name, value in (("activation", activation_dims), ("parameter", parameter_dims)):
+        if whole_number(value, f"{name}_partitioning_dims") not in (1, 2):
+            raise MeshwrightError(f"{name}_partitioning_dims={value!r} is not 1 or 2")
     rules: list[tuple[str, str | None]] = [("batch", "data")]
     if (activation_dims, parameter_dims) == (1, 1):
         rules += [("vocab", "model"), ("embed", None), ("mlp", "model"), ("heads", "model")]
@@ -211,7 +214,8 @@ def standard_rules(
     whole = ("relpos_buckets", "abspos_buckets", "length", "layers", "stack", "mlp_activations")
     rules += [(dim, None) for dim in whole]
     standard = {dim for dim, _ in rules}
-    return Rules([*rules, *Rules(additional).rules], optional=standard)
+    more = () if additional_rules is None else additional_rules
+    return Rules([*rules, *Rules(more).rules], optional=standard)
 
 
 def _rule(item: Any) -> LogicalRule:

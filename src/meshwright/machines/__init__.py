@@ -1,30 +1,26 @@
 """Hardware: chips with sourced figures and prices, slices, hosts; by name, or from jax."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshwright.lazy import import_when_used
 from meshwright.machines.catalogue import Catalogue, read_catalogue
 from meshwright.machines.chips import CHIPS, FIGURES, Chip, find_chip
+from meshwright.machines.cloud_names import INSTANCES
 from meshwright.machines.host_memory import check_host_memory, free_host_memory
 from meshwright.machines.machine import AbstractDevice, Machine
 from meshwright.machines.prices import PRICES, Price
 from meshwright.machines.recognize import chip_of_kind, slice_of
 from meshwright.machines.sizes import larger, machine_sizes
-from meshwright.machines.slices import check_slice
+from meshwright.machines.slices import check_slice, slice_shapes
 
 if TYPE_CHECKING:
     from meshwright.machines.jax_devices import host_bytes
 
 __all__ = [
-    "CHIPS", "FIGURES", "PRICES", "AbstractDevice", "Catalogue", "Chip", "Machine", "Price",
-    "check_host_memory", "check_slice", "chip_of_kind", "find_chip", "free_host_memory",
-    "host_bytes", "larger", "machine_sizes", "read_catalogue", "slice_of",
+    "CHIPS", "FIGURES", "INSTANCES", "PRICES", "AbstractDevice", "Catalogue", "Chip", "Machine",
+    "Price", "check_host_memory", "check_slice", "chip_of_kind", "find_chip",
+    "free_host_memory", "host_bytes", "larger", "machine_sizes", "read_catalogue", "slice_of",
+    "slice_shapes",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """What needs jax is imported when it is used."""
-    if name != "host_bytes":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from meshwright.machines import jax_devices
-
-    return getattr(jax_devices, name)
+import_when_used(__name__)

@@ -12,7 +12,7 @@ from meshwright.machines.cloud_names import (
     instances_shape,
     is_cloud_name,
 )
-from meshwright.machines.slices import check_slice
+from meshwright.machines.slices import check_slice, slice_shapes
 from meshwright.present import count
 
 MAX_DEVICES = 1_000_000
@@ -80,6 +80,9 @@ def read_machine(
     if 0 in sizes:
         raise MeshwrightError(f"machine {text!r}: every size must be at least 1")
     shape = _shape_for(chip, sizes, text)
+    known = slice_shapes(chip.kind)
+    if shape not in known:  # 8x4x4 is a 4x4x8
+        shape = next((one for one in known if sorted(one) == sorted(shape)), shape)
     check_slice(chip, shape, slices, text)
     return chip, shape, slices
 

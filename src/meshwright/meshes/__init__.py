@@ -1,7 +1,8 @@
 """Meshes: MeshSpec → devices in order; T5X tiles on a torus; slices."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshwright.lazy import import_when_used
 from meshwright.meshes.arrange import axes_across_slices, device_list
 from meshwright.meshes.build import mesh
 from meshwright.meshes.machine_mesh import MachineMesh
@@ -43,11 +44,4 @@ __all__ = [
     "tile_mesh",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    """What needs jax is imported when it is used."""
-    if name != "AnyMesh":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from meshwright.meshes import jax_mesh
-
-    return getattr(jax_mesh, name)
+import_when_used(__name__)

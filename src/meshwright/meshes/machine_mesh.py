@@ -11,7 +11,7 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.machines import Machine, slice_of
 from meshwright.meshes.arrange import device_list
 from meshwright.meshes.rings import RING_AXES, ring_hops
-from meshwright.present import mesh_text
+from meshwright.present import Column, Row, count, mesh_text, table_html, text_html
 
 if TYPE_CHECKING:
     from meshwright.meshes.jax_mesh import AbstractMesh, Mesh
@@ -57,6 +57,19 @@ class MachineMesh:
         from meshwright.meshes.jax_mesh import abstract_mesh
 
         return abstract_mesh(self.axis_sizes, self.axis_names, self.axis_types)
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> "MachineMesh":
+        """The part along some axes, as `mesh["dp"]` in PyTorch: of the groups, that of device 0.
+
+        >>> [device.id for device in mw.mesh("dp=2,tp=4", machine="h100:8")["dp"].devices]
+        [0, 4]
+        """
+        names = (axes,) if isinstance(axes, str) else axes
+        kept = [self._axis_index(axis) for axis in names]
+        first = tuple(slice(None) if i in kept else 0 for i in range(len(self.axis_names)))
+        order = [sorted(kept).index(i) for i in kept]
+        devices = self.devices[first].transpose(order)
+        return dataclasses.replace(self, axis_names=names, devices=devices)
 
     def axis_extent(self, axis: str) -> dict[str, int]:
         """How far one axis reaches along each physical dim: `{"x": 4, "y": 2}`.
@@ -124,6 +137,15 @@ class MachineMesh:
 
     def __str__(self) -> str:
         return mesh_text(self.shape)
+
+    def _repr_html_(self) -> str:
+        columns = [Column("axis", right=False), Column("size"), Column("reaches", right=False)]
+        rows = []
+        for axis, size in self.shape.items():
+            extent = ", ".join(f"{n} in {name}" for name, n in self.axis_extent(axis).items())
+            rows.append(Row((axis, str(size), extent)))
+        title = f"mesh {self} on {self.machine}: {count(self.size, 'device')}"
+        return text_html(title) + table_html(columns, rows)
 
     def __repr__(self) -> str:
         return f"MachineMesh({str(self)!r} on {str(self.machine)!r})"

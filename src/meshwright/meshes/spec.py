@@ -22,7 +22,7 @@ from typing import Protocol, Self
 
 from meshwright.arithmetic import divisors, first_repeated
 from meshwright.errors import MeshwrightError, did_you_mean, one_of
-from meshwright.present import count
+from meshwright.present import Column, Row, count, table_html, text_html
 
 STANDARD_AXES = ("dp", "fsdp", "tp", "sp")
 # what an axis does: replicate, shard, tensor, context, expert, stage
@@ -34,7 +34,7 @@ FIELD_ROLES = {
 }  # fmt: skip
 
 MOST_TRIED = 4096  # meshes, before a message says that none fits
-RESERVED_AXIS = "devices_"  # axes of bare devices, where an expression is placed without a mesh
+RESERVED_AXIS = "unnamed_"  # axes of bare devices, where an expression is placed without a mesh
 _AXIS_NAME = re.compile(r"[^\W\d]\w*")
 _SIZE = re.compile(r"[+-]?[0-9]{1,9}")
 
@@ -146,6 +146,11 @@ class MeshSpec:
         roles = {name: f":{role}" for name, role in self.roles}
         body = ",".join(f"{name}={size}{roles.get(name, '')}" for name, size in self.axes)
         return f"!{body}" if self.plain else body
+
+    def _repr_html_(self) -> str:
+        columns = [Column("axis", right=False), Column("size")]
+        rows = [Row((name, "what is left" if n == -1 else str(n))) for name, n in self.axes]
+        return text_html(f"mesh {self}") + table_html(columns, rows)
 
     @property
     def names(self) -> tuple[str, ...]:

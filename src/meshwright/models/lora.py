@@ -11,7 +11,7 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,56 +21,12 @@ from jax.sharding import reshard
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.layouts import ArraySpec, Constant, Normal, PathMatcher, tree_paths
 from meshwright.models.compute import Compute
+from meshwright.models.settings import LoraConfig
 from meshwright.ops import NF4, NF4_BLOCK, Dropout, hashed, quantized_spec, spec_of
 
 ADAPTER = "adapter"
 _INPUT_FACTOR_OF = {"up": "gate"}  # of experts
-QUANTIZED_BASES = ("int8", NF4)
 DROPOUT = "dropout"  # a field of a batch in a train step, noise of each sequence: [batch, 1]
-
-
-@dataclasses.dataclass(frozen=True)
-class LoraConfig:
-    """Settings of LoRA: what is trained beside frozen weights, and how those are kept."""
-
-    rank: int = 0
-    """Rank of the trained update of each matrix, such as 16; 0: no LoRA."""
-    alpha: float = 16.0
-    """The update is multiplied with alpha / rank."""
-    rslora: bool = False
-    """Rank-stabilized: multiply with alpha / √rank instead."""
-    dropout: float = 0.0
-    """Probability with which training drops each input of the update, as PEFT's lora_dropout."""
-    targets: tuple[str, ...] = ()
-    """Adapt only matrices with one of these names (q_proj), or in whose path or Hugging Face name
-    one of these regexes is found (attention). Without any: every matrix of the layers but those of
-    experts."""
-    base: Literal["auto", "float32", "bfloat16", "int8", "nf4"] = "auto"
-    """Dtype of the frozen weights; auto: that of matmuls. int8 and nf4 (4 bits) are of the matrices
-    of the layers: embedding, LM head and norms stay as with auto."""
-
-    def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise MeshwrightError(f"lora.rank={self.rank} must be at least 0; 0 means no LoRA")
-        if not 0 < self.alpha < math.inf:
-            raise MeshwrightError(f"lora.alpha={self.alpha} must be a number above 0, such as 16")
-        if not 0 <= self.dropout < 1:
-            raise MeshwrightError(f"lora.dropout={self.dropout} must be from 0 to below 1")
-        fields = dataclasses.fields(self)
-        if not self.rank and any(getattr(self, one.name) != one.default for one in fields):
-            raise MeshwrightError("the settings lora.… need --lora.rank, such as --lora.rank 16")
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether the frozen matrices of the layers are in 8 or 4 bits."""
-        return self.base in QUANTIZED_BASES
-
-    @property
-    def scale(self) -> float:
-        """What multiplies the update."""
-        if not self.rank:
-            return 1.0
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
 def with_adapter(

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from meshwright.errors import MeshwrightError
 from meshwright.models.blocks import project
 from meshwright.models.compute import Compute
+from meshwright.models.settings import LossConfig
 from meshwright.ops import (
     IGNORED,
     Quantized,
@@ -22,35 +22,6 @@ from meshwright.ops import (
     target_log_probs,
     tie_gradients,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    z_loss: float = 0.0
-    """Weight of the squared log-normalizer, which keeps logits from drifting."""
-    chunk: int = 2048
-    """Tokens whose logits a device holds at a time."""
-    load_balance: float = 0.001
-    """Of a mixture of experts, weight of the loss that grows with uneven loads of the experts."""
-    router_z: float = 0.0
-    """The same of the squared log-normalizer of the router's logits."""
-    balance_bias: float = 0.0
-    """How far a step moves the selection bias of each expert towards an even load, as DeepSeek-V3
-    does in place of a loss: 0.001 is usual."""
-
-    def __post_init__(self) -> None:
-        for name in ("load_balance", "router_z", "balance_bias"):
-            if not getattr(self, name) >= 0:
-                raise MeshwrightError(
-                    f"loss.{name}={getattr(self, name)} must be at least 0; 0 means that there is "
-                    "none"
-                )
-        if not self.z_loss >= 0:  # nan too
-            raise MeshwrightError(
-                f"loss.z_loss={self.z_loss} must be at least 0; 0 means no z-loss, 1e-4 is usual"
-            )
-        if self.chunk < 1:
-            raise MeshwrightError(f"loss.chunk={self.chunk} must be at least 1")
 
 
 @jax.tree_util.register_dataclass

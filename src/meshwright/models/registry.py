@@ -1,12 +1,14 @@
 """The model families, and models by name, by file and by config."""
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from meshwright.arithmetic import first_repeated
@@ -27,8 +29,9 @@ from meshwright.models.huggingface import (
     save_folder,
     short,
 )
-from meshwright.models.lora import ADAPTER, LoraConfig, with_adapter
+from meshwright.models.lora import ADAPTER, with_adapter
 from meshwright.models.safetensors_read import MappedFiles, read_header
+from meshwright.models.settings import LoraConfig
 from meshwright.models.t5.family import T5
 from meshwright.models.torch_only import TORCH_ONLY
 from meshwright.models.work import Experts
@@ -48,6 +51,17 @@ def experts_of(model: Any) -> Experts | None:
     """Those of its layers, if they have some."""
     blocks = [block for stack in family_of(model).work(model) for block in stack.blocks]
     return next((block.experts for block in blocks if block.experts), None)
+
+
+def parameter_counts(config: Any) -> tuple[int, int]:
+    """Parameters of a model, and those that a token meets: of experts, its own."""
+    arrays = jax.tree.leaves(abstract_arrays(config))
+    total = sum(math.prod(spec.shape) for spec in arrays)
+    experts = experts_of(config)
+    if experts is None:
+        return total, total
+    of_experts = sum(math.prod(spec.shape) for spec in arrays if spec.kind == "expert")
+    return total, total - of_experts * (experts.count - experts.per_token) // experts.count
 
 
 def layer_count(config: Any) -> int:
@@ -102,6 +116,8 @@ def _unknown(name: str) -> str:
     last = str(name).rstrip("/").rpartition("/")[2].lower()
     if last in PRESETS:
         return f"model {name!r} is not a preset; did you mean {last!r}?"
+    if f"lwm-{last}" in PRESETS:
+        return f"model {name!r} is lwm-{last} here: the size that LWM and EasyLM call {last}"
     if _WITHOUT_PRESET.match(last):
         return (
             f"model {name!r} has no preset; its architecture is supported: give its Hugging Face "

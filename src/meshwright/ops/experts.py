@@ -91,7 +91,8 @@ def through_experts(
     """What the chosen experts add to tokens x [tokens, embed].
 
     Arguments:
-        chosen, weights: [tokens, k], the experts of a token and their weights.
+        chosen: [tokens, k], the experts of a token.
+        weights: [tokens, k], what the results of these experts are multiplied with.
         experts: how many a device has.
         axes: the mesh axes over which the experts are split, if any.
         exchange: how tokens reach them; None where all devices of these axes have the same tokens:

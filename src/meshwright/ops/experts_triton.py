@@ -126,8 +126,9 @@ def few_tokens_mlp(
     """What experts add to tokens x [tokens, embed], in float32.
 
     Arguments:
-        chosen, weights: [tokens, k], the experts of a token, and what their parts are multiplied
-            with. Numbers below 0, and from the count of experts on, are of none.
+        chosen: [tokens, k], the experts of a token. Numbers below 0, and from the count of experts
+            on, are of none.
+        weights: [tokens, k], what the results of these experts are multiplied with.
         arrays: `up` and `gate`, if there is one, [experts, embed, mlp], their biases [experts, mlp]
             as `up_bias` and `gate_bias`, `down` [experts, mlp, embed] and perhaps `down_bias`.
     """

@@ -6,24 +6,26 @@ from meshwright.planner.compilers import in_stages, staged
 from meshwright.planner.constraints import constraints_of
 from meshwright.planner.goodput import LongRun
 from meshwright.planner.links import over, place_axes
-from meshwright.planner.load import BATCHES, Deployment, Deployments, Load, deployments
+from meshwright.planner.load import Deployment, Deployments, Load, deployments
 from meshwright.planner.long_run import batch_for, sequences
 from meshwright.planner.machines_compared import (
     Comparison,
     Offer,
     Run,
+    Size,
     compare,
     curve,
     machines_named,
+    planned_sizes,
 )
 from meshwright.planner.memory import memory
 from meshwright.planner.planner import check_kind, plan, plan_config
+from meshwright.planner.program import ProgramPlan, plan_partitioned
 from meshwright.planner.result import Estimate, Memory, Plan, Refusal
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import CHOSEN, Choice, Workload, apply
 
 __all__ = [
-    "BATCHES",
     "CHOSEN",
     "Choice",
     "Collective",
@@ -36,8 +38,10 @@ __all__ = [
     "Memory",
     "Offer",
     "Plan",
+    "ProgramPlan",
     "Refusal",
     "Run",
+    "Size",
     "StepModel",
     "Workload",
     "apply",
@@ -54,7 +58,9 @@ __all__ = [
     "place_axes",
     "plan",
     "plan_config",
+    "plan_partitioned",
     "planned",
+    "planned_sizes",
     "planned_to_serve",
     "sequences",
     "staged",

@@ -177,6 +177,9 @@ GAPS_PER_SECOND = 1_360_000.0
 SEQUENCES_PER_SECOND = 200_000.0
 # fitted: of matmul, in steps with chunks of prompts: 35,276 tokens/s of 8B, two prompts of 1,024
 PREFILL = 0.90
+# measured (benchmarks/serve_parts.py): time of a matmul of weights and activations of fp8, to that
+# in bfloat16: 0.66, 0.61 and 0.73 with 128, 256 and 2,048 tokens
+FP8_SERVED = 0.67
 # measured under load (benchmarks/serve_online.py, 8B, batch 64), seconds of a layer: what a step
 # with a chunk takes beside its matmuls, reads and attention, most of it to write pages (1 x 32,
 # 1 x 128 and 1 x 512 tokens: 8.1, 8.9 and 16.2 ms), and one with several prompts (4 x 128: 18.2 ms)

@@ -1,15 +1,20 @@
 """The fastest way to run a workload on a machine, without ranking all of them.
 
-A comparison of machines asks only for the fastest mesh of each. Bounds from below spare most of the
-search. A step cannot be shorter than its work with the least remat and one micro-batch, and what
-tp, sp and ep make it wait for; neither depends on how the other devices are split into dp and fsdp.
-On one mesh it cannot be shorter than that step with all that it sends: more remat or micro-batches
-add more to the work than they give to hide under. And where all of them are fsdp, memory is the
-least: no split of them fits with fewer micro-batches. `search` finds the same mesh (tests).
+A comparison of machines asks only for the fastest mesh of each: a best-first search by bounds from
+below, each refined only while it is the least of all. A step cannot be shorter than its work with
+the least remat and one micro-batch; nor than that and what tp, sp and ep make it wait for; neither
+depends on how the other devices are split into dp and fsdp. On one mesh it cannot be shorter than
+that step with all that it sends: more remat or micro-batches add more to the work than they give
+to hide under. And where all of them are fsdp, memory is the least: no split of them fits with fewer
+micro-batches. `search` finds the same mesh (tests).
 """
 
+import functools
+import heapq
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 from meshwright.models import OFFLOAD
 from meshwright.planner.constraints import Constraints
@@ -17,13 +22,14 @@ from meshwright.planner.links import over, place_axes
 from meshwright.planner.search import (
     Candidate,
     allowed_meshes,
+    different,
     feasible,
     quickest,
     variants,
     why_not,
 )
 from meshwright.planner.step import StepModel
-from meshwright.planner.time import hides, step_time
+from meshwright.planner.time import StepTime, hides, least_seconds, step_time
 from meshwright.planner.workload import Choice, Workload
 
 Bounds = dict[tuple[int, int, int], float]
@@ -39,75 +45,112 @@ def fastest(
     """The way with the shortest step of less than `below` seconds; None if there is none.
 
     A way that leaves memory's reserve free comes before all that do not, however fast. `bounds`
-    are kept from one machine to larger ones of the same GPU: more devices that share the same
-    tokens do not take less time all together.
+    are kept from one machine to larger ones of the same chip: more devices that share the same
+    tokens do not work less time all together. Nor do they wait less, but on a torus, whose links
+    may close.
     """
-    devices = workload.machine.num_devices
-    known = {} if bounds is None or workload.machine.is_tpu else bounds
+    machine, known = workload.machine, {} if bounds is None else bounds
+    devices, order = machine.num_devices, itertools.count()
     best: Candidate | None = None
-    splits = _splits(workload, limits, known, below * devices)
-    for work, steps, meshes in sorted(splits, key=lambda one: one[0]):
-        limit = _limit(best, below)
-        if work >= limit:
+    # seconds that it takes at least, a number, what they are of, and of one mesh that mesh
+    queue: list[tuple[float, int, _Split, Choice | None, bool]] = []
+    for split in _splits(workload, limits, known, below * devices):
+        known[split.sizes] = devices * split.work
+        heapq.heappush(queue, (split.work, next(order), split, None, False))
+    while queue:
+        bound, _, split, mesh, fits = heapq.heappop(queue)
+        limit = best.seconds if best is not None and not best.memory.tight else math.inf
+        limit = min(limit, below)
+        if bound >= limit:
             break
-        least = {step: _work(step) + _waits(step) for step in steps}
-        known[_but_data(meshes[0])] = devices * min(least.values())
-        quick = [step for step, seconds in least.items() if seconds < limit]
-        # where a step with the least remat and one micro-batch is too long, every way is
-        if meshes := [mesh for mesh in meshes if _may_beat(limit, quick, mesh)]:
-            best = _best_split(workload, limits, meshes, best, below)
+        if mesh is None and bound < split.waiting:
+            heapq.heappush(queue, (split.waiting, next(order), split, None, False))
+        elif mesh is None:
+            seconds = [split.relaxed(each, limit) for each in split.meshes]
+            for each, least in zip(split.meshes, seconds, strict=True):
+                if least < limit:
+                    heapq.heappush(queue, (least, next(order), split, each, False))
+            if not machine.is_tpu:
+                known[split.sizes] = devices * min(limit, *seconds)
+        elif not fits:
+            least = max(bound, split.fitting(mesh, limit))
+            if least < limit:
+                heapq.heappush(queue, (least, next(order), split, mesh, True))
+        elif (one := split.quickest(mesh)) is not None and (
+            best is None or (one.memory.tight, one.seconds) < (best.memory.tight, best.seconds)
+        ):
+            best = one
     if best is not None and best.memory.tight and below < math.inf:
         best = fastest(workload, limits)  # one that is not tight may be slower than `below`
     return best if best is not None and best.seconds < below else None
 
 
-def _limit(best: Candidate | None, below: float) -> float:
-    """Seconds from which a step need not be looked at."""
-    return below if best is None or best.memory.tight else min(below, best.seconds)
+class _Split:
+    """Meshes with the same tp, sp and ep, which differ in dp and fsdp, and steps on them."""
 
+    def __init__(self, workload: Workload, limits: Constraints, meshes: list[Choice]) -> None:
+        self.workload, self.limits, self.meshes = workload, limits, meshes
+        self.sizes, self.sharded = _but_data(meshes[0]), _all_fsdp(meshes[0])
+        self.steps = list(_relaxed(workload, self.sharded, limits))
+        self.work = min(map(_work, self.steps))
+        self.times: dict[tuple[Choice, tuple[Any, ...]], StepTime] = {}  # of relaxed steps
 
-def _best_split(
-    workload: Workload,
-    limits: Constraints,
-    meshes: list[Choice],
-    best: Candidate | None,
-    below: float,
-) -> Candidate | None:
-    """The best so far, or the fastest way on meshes that differ only in dp and fsdp."""
-    ways, quick = None, []  # that fit where all is fsdp; that may be shorter than the limit
-    sharded = _all_fsdp(meshes[0])
-    if why_not(workload, sharded, limits) is None:
-        ways, _ = feasible(workload, sharded, limits)
-        if not ways:
-            return best
-        limit = _limit(best, below)
-        quick = [one.step for one in ways if one.working_seconds < limit]
-    for mesh in meshes:
-        limit = _limit(best, below)
-        if why_not(workload, mesh, limits) is not None:
-            continue
-        if ways is not None and mesh.sizes == sharded.sizes:
-            fits = ways
+    @functools.cached_property
+    def _least(self) -> list[tuple[float, StepModel]]:
+        return [(_work(step) + _waits(step), step) for step in self.steps]
+
+    @property
+    def waiting(self) -> float:
+        """Seconds at least, with what tp, sp and ep make it wait for."""
+        return min(seconds for seconds, _ in self._least)
+
+    def relaxed(self, mesh: Choice, limit: float) -> float:
+        """Seconds at least on a mesh, if memory were no limit; `limit` if not less than that."""
+        shortest = limit
+        for least, other in self._least:
+            if least < limit:
+                step = StepModel(other.workload, other.choice.changed(sizes=mesh.sizes))
+                step.work = other.work  # but for the optimizer's, which is no less
+                timing = self.times[(mesh, _variant(other.choice))] = step_time(step)
+                shortest = min(shortest, timing.step)
+        return shortest
+
+    @functools.cached_property
+    def _fitting(self) -> list[Candidate] | None:
+        """The ways that fit where all is fsdp; None if that mesh cannot be."""
+        if why_not(self.workload, self.sharded, self.limits) is not None:
+            return None
+        return feasible(self.workload, self.sharded, self.limits)[0]
+
+    def fitting(self, mesh: Choice, limit: float) -> float:
+        """Seconds at least of what fits on a mesh, 0 if that says nothing."""
+        if why_not(self.workload, mesh, self.limits) is not None or self._fitting == []:
+            return math.inf
+        # of ways that need the reserve, others may be better that do not
+        if self._fitting is None or self._fitting[0].memory.tight:
+            return 0.0
+        return min(
+            (
+                least_seconds(one.step, self.times[mesh, variant])
+                for one in different(self._fitting)
+                if (mesh, variant := _variant(one.choice)) in self.times
+                and one.working_seconds < limit
+            ),
+            default=math.inf,
+        )
+
+    def quickest(self, mesh: Choice) -> Candidate | None:
+        """The fastest way that fits on a mesh."""
+        if mesh.sizes == self.sharded.sizes and self._fitting is not None:
+            fits = self._fitting
         else:
-            if ways is not None and not ways[0].memory.tight and not _may_beat(limit, quick, mesh):
-                continue
-            fits, _ = feasible(workload, mesh, limits)
-        if fits:
-            one = quickest(fits)
-            if best is None or (one.memory.tight, one.seconds) < (best.memory.tight, best.seconds):
-                best = one
-    return best
+            fits, _ = feasible(self.workload, mesh, self.limits)
+        return quickest(fits) if fits else None
 
 
-def _may_beat(limit: float, steps: Iterable[StepModel], mesh: Choice) -> bool:
-    """Whether one of the steps would take less than so many seconds on a mesh."""
-    for other in steps:
-        if _work(other) < limit:
-            step = StepModel(other.workload, other.choice.changed(sizes=mesh.sizes))
-            step.work = other.work  # but for the optimizer's, which is no less
-            if step_time(step).step < limit:
-                return True
-    return False
+def _variant(choice: Choice) -> tuple[Any, ...]:
+    """What tells relaxed steps on one mesh from each other."""
+    return choice.sequence_parallel, choice.mlp_chunk, choice.context_parallel
 
 
 def _all_fsdp(mesh: Choice) -> Choice:
@@ -121,22 +164,16 @@ def _but_data(mesh: Choice) -> tuple[int, int, int]:
 
 def _splits(
     workload: Workload, limits: Constraints, known: Bounds, below: float
-) -> Iterator[tuple[float, list[StepModel], list[Choice]]]:
-    """The meshes by tp, sp and ep, with steps no longer than theirs, and their work.
-
-    Weights are split over dp and fsdp in all ways; that changes what is sent, and the optimizer's
-    work, which is the least where all is fsdp. Without those that are `known` not to be `below`.
-    """
+) -> Iterator[_Split]:
+    """The meshes by tp, sp and ep, without those that are `known` not to be `below`."""
     meshes: dict[tuple[int, int, int], list[Choice]] = {}
     for mesh in allowed_meshes(workload, limits):
         meshes.setdefault(_but_data(mesh), []).append(mesh)
     for split, alike in meshes.items():
-        if known.get(split, 0.0) >= below:
-            continue
-        sharded = _all_fsdp(alike[0])
-        if any(why_not(workload, mesh, limits) is None for mesh in (sharded, alike[0])):
-            steps = list(_relaxed(workload, sharded, limits))
-            yield min(map(_work, steps)), steps, alike
+        if known.get(split, 0.0) < below and any(
+            why_not(workload, mesh, limits) is None for mesh in (_all_fsdp(alike[0]), alike[0])
+        ):
+            yield _Split(workload, limits, alike)
 
 
 def _work(step: StepModel) -> float:

@@ -35,6 +35,7 @@ from meshwright.serving import IN_FLIGHT, EngineConfig, PagePool, ScheduledSeque
 from meshwright.training import TrainConfig
 
 BATCHES = (32, 128, 256)  # max_batch of an engine, where none is given
+SMALLER = (16, 8, 4, 2, 1)  # where the memory is too small for those
 MOST_CHIPS = 8  # of a replica
 _TRIED = 200  # requests of a simulation while a rate is looked for
 _SHOWN = 1000  # of the one whose times are shown
@@ -152,14 +153,15 @@ def deployments(
     limits: Constraints | None = None,
     *,
     catalogue: Catalogue | None = None,
-    batches: Sequence[int] = BATCHES,
+    batches: Sequence[int] | None = None,
     weights: str | None = None,
     cache: str | None = None,
 ) -> Deployments:
     """The cheapest deployment of each machine or chip, the cheapest first.
 
     A machine with a size is one replica. Of a chip, replicas of 1 to 8 chips are tried, with each
-    of the `batches` as an engine's max_batch. By price; where none is known, by the number of
+    of the `batches` (by default BATCHES, or the largest of SMALLER that fits) as an engine's
+    max_batch. By price; where none is known, by the number of
     chips. `weights` and `cache` are an engine's.
     """
     catalogue, limits = catalogue or Catalogue(), limits or Constraints()
@@ -175,17 +177,14 @@ def deployments(
     for one in machines:
         sizes = [one] if isinstance(one, Machine) else list(machine_sizes(one, MOST_CHIPS))
         price = catalogue.prices.get(sizes[0].chip.name)
-        tried = [
-            _replica(dataclasses.replace(config, batch=batch), machine, limits)
-            for machine in sizes
-            for batch in batches
-        ]
+        tried = [each for machine in sizes for each in _replicas(config, machine, limits, batches)]
         best, why = _cheapest([each for each in tried if isinstance(each, _Replica)], load, price)
         if best is not None:
             found.append(best)
         else:
             name = str(one) if isinstance(one, Machine) else one.name
-            refused.append(NoOffer(name, why or str(tried[-len(batches)])))
+            # the last machine is the largest, and its last batch the smallest that was tried
+            refused.append(NoOffer(name, why or str(tried[-1])))
     if not found:
         raise MeshwrightError(
             f"no machine serves {load.rate:g} requests a second as asked: "
@@ -228,6 +227,26 @@ def replay(
     return replica.simulate(requests)
 
 
+def _replicas(
+    config: TrainConfig,
+    machine: Machine,
+    limits: Constraints,
+    batches: Sequence[int] | None,
+) -> "list[_Replica | str]":
+    """Engines on a machine, one for each batch."""
+
+    def replica(batch: int) -> "_Replica | str":
+        return _replica(dataclasses.replace(config, batch=batch), machine, limits)
+
+    found = [replica(batch) for batch in batches or BATCHES]
+    if batches is None and all(isinstance(one, str) for one in found):
+        for batch in SMALLER:
+            found.append(replica(batch))
+            if isinstance(found[-1], _Replica):
+                break
+    return found
+
+
 def _replica(config: TrainConfig, machine: Machine, limits: Constraints) -> "_Replica | str":
     """An engine on a machine; in a sentence, why there can be none."""
     engine = EngineConfig(max_batch=config.batch, max_length=config.seq)
@@ -259,7 +278,7 @@ def _cheapest(
     for one in sorted(tried, key=lambda one: (fewest(one), one.engine.max_batch)):
         if best is not None and fewest(one) >= best.chips:
             break
-        alone = one.waits(load, 1e-3, 20)
+        alone = one.waits(load, 1e-3, _TRIED)
         if not alone.meets(load):
             first, each = alone.first_token(load.percentile), alone.per_token(load.percentile)
             why = (

@@ -151,10 +151,39 @@ def _answer(ask: "_Ask", machine: Machine | Chip) -> Offer | NoOffer:
     return ask.on(machine) if isinstance(machine, Machine) else ask.sized(machine)
 
 
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The fastest mesh with so many chips and so large a batch."""
+
+    machine: Machine
+    batch: int
+    estimate: Estimate
+    tokens_per_second: float
+
+
 def curve(
     config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None, like: str = ""
 ) -> list[tuple[Machine, float, float]]:
     """Tokens/s and MFU of the fastest mesh, on a quarter to four times as many chips."""
+    found = _sizes(config, machine, limits, model, like)
+    return [(one.machine, one.tokens_per_second, one.estimate.mfu) for one in found]
+
+
+def planned_sizes(
+    config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None, like: str = ""
+) -> list[Size]:
+    """The fastest mesh on a quarter to four times as many chips, with such batches too."""
+    batches = {round(config.batch * factor) for factor in (0.25, 0.5, 1, 2, 4)} - {0}
+    return [
+        one
+        for batch in sorted(batches)
+        for one in _sizes(dataclasses.replace(config, batch=batch), machine, limits, model, like)
+    ]
+
+
+def _sizes(
+    config: TrainConfig, machine: Machine, limits: Constraints, model: Any, like: str
+) -> list[Size]:
     chips = machine.num_chips
     others = [one for one in machine_sizes(machine.chip, 4 * chips) if one.num_chips != chips]
     points = []
@@ -164,7 +193,8 @@ def curve(
             found = fastest(workload.running_like(like), limited)
             if found is not None:
                 one = estimated(found)
-                points.append((other, config.batch * config.seq / one.step_seconds, one.mfu))
+                rate = config.batch * config.seq / one.step_seconds
+                points.append(Size(other, config.batch, one, rate))
     return points
 
 

@@ -37,7 +37,7 @@ from meshwright.planner.time import bound_and_reason
 from meshwright.planner.workload import Choice, Workload, setting_name
 from meshwright.present import amount, count, seconds_text
 from meshwright.serving import EngineConfig
-from meshwright.training import AUTO, TrainConfig, check_length, with_settings
+from meshwright.training import AUTO, TrainConfig, check_balance, check_length, with_settings
 
 RANK_BY = ("throughput", "fastest", "latency", "memory")
 UNQUANTIZED = "plain"  # weights in the dtype of activations
@@ -131,6 +131,15 @@ def plan_config(
     workload = workload.running_like(like)
     if engine is None and not family_of(workload.model).longer(workload.model, workload.seq):
         check_length(config, workload.model)
+    if engine is not None and workload.seq > workload.model.max_seq:
+        raise MeshwrightError(
+            f"seq={workload.seq:,} does not fit the model, which has {workload.model.max_seq:,} "
+            "positions, and an engine serves no more; give fewer tokens, or a config.json with "
+            "more positions"
+        )
+    if engine is None and (speed := config.loss.balance_bias):
+        kept_by = "LoRA" if config.lora.rank else "DPO" if workload.has_reference else ""
+        check_balance(family_of(model).arrays(workload.model), speed, kept_by)
     workload.schedule.check(workload)
     limits = workload.schedule.narrowed(workload, limits)
     remat, policies = limits.fixed.get("remat"), workload.remat
@@ -253,9 +262,7 @@ def _warnings(workload: Workload) -> tuple[str, ...]:
             + ("it overlaps by itself" if machine.is_tpu else "it is for TPUs")
         )
     said = f"seq={workload.seq:,} is longer than the model's {longest:,} tokens"
-    if workload.seq > longest and workload.kind == "serve":
-        found.append(f"{said}; weights made for longer sequences are needed")
-    elif workload.seq > longest:
+    if workload.seq > longest:
         changes = " ".join(family_of(workload.model).longer(workload.model, workload.seq))
         found.append(f"{said}; train needs --override {changes}, as in the commands below")
     return tuple(found)
@@ -319,28 +326,39 @@ def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) ->
         return f"no mesh{within} can run {what}: {some}; {fits}"
     nearest = min(too_large)[2]
     said = f"{what} fits on no mesh{within}: the nearest, '{nearest.choice.mesh}', {nearest.why}"
-    if bases := _bases_that_fit(workload, limits):
-        return f"{said}; {' or '.join(f'--lora.base {base}' for base in bases)} would fit"
+    if flags := _settings_that_fit(workload, limits):
+        said += f"; {' or '.join(flags)} would fit"
+        if workload.config.lora.rank:
+            return said
     larger = _larger_that_fits(workload, limits)
     if larger is None:
         return f"{said}; nor does it on {MOST_DEVICES:,} devices of that chip"
     return f"{said}; {count(larger.num_devices, 'device')} would do: '{larger}'"
 
 
-def _bases_that_fit(workload: Workload, limits: Constraints) -> list[str]:
-    """Of a run with LoRA, the dtypes of 8 and 4 bits in which the frozen weights would fit."""
-    if not workload.config.lora.rank or workload.kind != "train":
+def _settings_that_fit(workload: Workload, limits: Constraints) -> list[str]:
+    """Flags with which a run would fit: smaller moments or parameters, with LoRA a smaller base."""
+    config = workload.config
+    if workload.kind != "train" or config.backend != "jax":
         return []
+    smaller = [("optimizer.moments", "bfloat16"), ("compute.param_dtype", "bfloat16")]
+    if config.lora.rank:
+        smaller = [("lora.base", base) for base in QUANTIZED_BASES]
 
-    def fits(base: str) -> bool:
-        config = with_settings(workload.config, {"lora.base": base})
+    def fits(setting: str, value: str) -> bool:
         try:
+            config = with_settings(workload.config, {setting: value})
             changed = Workload.of(config, workload.machine, workload.model)
         except MeshwrightError:  # a size or setting that these do not take
             return False
         return _first_that_fits(changed, limits) is not None
 
-    return [base for base in QUANTIZED_BASES if fits(base)]
+    known = flat_settings(config)
+    return [
+        f"--{setting.replace('_', '-')} {value}"
+        for setting, value in smaller
+        if known[setting] != value and fits(setting, value)
+    ]
 
 
 def _proposal(workload: Workload, limits: Constraints, refused: Choice) -> str:

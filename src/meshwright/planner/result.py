@@ -144,8 +144,19 @@ class Plan:
         """The best mesh, as `--mesh` takes it."""
         return self.best.choice.mesh
 
+    def __str__(self) -> str:
+        """The table of `meshwright plan`."""
+        from meshwright.planner.report.terminal import plain_report
+
+        return plain_report(self)
+
+    def _repr_html_(self) -> str:
+        from meshwright.planner.report.terminal import notebook
+
+        return notebook(self)
+
     def __repr__(self) -> str:
-        """What is planned and the best of it; `meshwright plan` shows it all."""
+        """What is planned and the best of it; print it for the table."""
         return (
             f"Plan({self.config.model or 'a model'} on {self.machine}, batch={self.config.batch}, "
             f"seq={self.config.seq}, {self.workload.kind}: {len(self.ranked)} meshes ranked, "

@@ -127,7 +127,7 @@ def search(
         elif rank_by == "memory":
             found.append(min(fits, key=lambda one: one.memory.total))
         else:
-            ways[mesh.mesh] = _different(fits)
+            ways[mesh.mesh] = different(fits)
             found.append(_fastest(ways[mesh.mesh]))
     if rank_by == "memory":
         found.sort(key=lambda one: (one.memory.total, one.seconds))
@@ -148,10 +148,10 @@ def search(
 
 def quickest(fits: list[Candidate]) -> Candidate:
     """Of the ways to run on a mesh, the one with the shortest step."""
-    return _fastest(_different(fits))
+    return _fastest(different(fits))
 
 
-def _different(fits: list[Candidate]) -> list[Candidate]:
+def different(fits: list[Candidate]) -> list[Candidate]:
     """Drop choices with the same number of micro-batches but stronger remat: they are slower."""
     alike: dict[Choice, Candidate] = {}
     for one in fits:  # of one mesh

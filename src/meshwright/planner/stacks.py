@@ -77,17 +77,22 @@ def like(name: str, chip: Chip, matmul: str, seq: int) -> Stack:
     if name not in STACKS:
         raise MeshwrightError(f"--like {name!r} is not a stack{did_you_mean(name, STACKS)}")
     precision = FP8 if matmul == "fp8" else BF16
-    alike = [one for one in STACKS[name] if precision in one.matmul]
-    what = f"published result in {precision}"
-    if seq >= LONG:
-        alike, what = [one for one in alike if one.long], f"{what} of {LONG:,} tokens and more"
-    for one in alike:
-        if chip.kind in one.chips:
+    here = [one for one in STACKS[name] if chip.kind in one.chips]
+    for one in here:
+        if precision in one.matmul and (one.long or seq < LONG):
             speeds = one.matmul[precision], one.attention, one.ring_step
             return Stack(name, *speeds, RECOMPUTES[name])
-    known = [each for one in alike for each in one.chips]
-    chips = one_of(each for each in CHIPS if each in known)
-    raise MeshwrightError(
-        f"--like {name}: no {what} on {chip.name} is known"
-        + (f"; on {chips} there is one" if known else "")
-    )
+    if not here:
+        known = {each for one in STACKS[name] for each in one.chips}
+        chips = one_of(each for each in CHIPS if each in known)
+        why = f"no published result on {chip.name} is known; there are some on {chips}"
+    elif alike := [one for one in here if precision in one.matmul]:
+        assert not any(one.long for one in alike)
+        why = (
+            f"no published result on {chip.name} has sequences of {LONG:,} tokens or more in "
+            f"{precision}; give shorter ones"
+        )
+    else:
+        there = one_of(sorted({each for one in here for each in one.matmul}))
+        why = f"no published result on {chip.name} is in {precision}; there are some in {there}"
+    raise MeshwrightError(f"--like {name}: {why}")

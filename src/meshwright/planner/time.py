@@ -69,6 +69,15 @@ def step_time(step: StepModel) -> StepTime:
             able *= seconds
             wanted[place] = wanted.get(place, 0.0) + able
         waits.append((one, link, seconds, place, able))
+    hidden = _hidden(step, wanted)
+    exposed -= sum(wanted[place] * share for place, share in hidden.items())
+    parts = step.schedule.seconds(step, exposed)
+    return StepTime(work, parts, sum(parts.values()), waits, hidden)
+
+
+def _hidden(step: StepModel, wanted: Mapping[str, float]) -> dict[str, float]:
+    """Of the seconds that could hide, by what hides them, the share that does."""
+    work = step.work
     room = {
         "forward": efficiency.HIDE_MOST * work.forward,
         "backward": efficiency.HIDE_MOST * work.backward,
@@ -77,14 +86,28 @@ def step_time(step: StepModel) -> StepTime:
     }
     # what is sent under a GPU's compute slows that down: so much less is gained
     gained = 1.0 - efficiency.SLOWED_BY_SENDING.get(step.machine.chip.platform, 0.0)
-    hidden = {
+    return {
         place: gained * min(1.0, room[place] / seconds)
         for place, seconds in wanted.items()
         if seconds
     }
+
+
+def least_seconds(step: StepModel, relaxed: StepTime) -> float:
+    """Seconds that a step takes at least, by what it would send with the least remat at once.
+
+    Each micro-batch all-gathers the weights of layers anew, and sums their gradients; nothing is
+    sent less often.
+    """
+    exposed, wanted = 0.0, dict[str, float]()
+    for one, _, seconds, place, able in relaxed.waits:
+        times = step.choice.accumulation if one.payload in _HIDEABLE else 1
+        exposed += times * seconds
+        if place:
+            wanted[place] = wanted.get(place, 0.0) + times * able
+    hidden = _hidden(step, wanted)
     exposed -= sum(wanted[place] * share for place, share in hidden.items())
-    parts = step.schedule.seconds(step, exposed)
-    return StepTime(work, parts, sum(parts.values()), waits, hidden)
+    return float(sum(step.schedule.seconds(step, exposed).values()))
 
 
 def hides(one: Collective) -> bool:
@@ -140,7 +163,8 @@ def bound_and_reason(choice: Choice, timing: StepTime) -> tuple[str, str]:
         return "memory", f"memory-bound: {_percent(memory, step)} of the step; {share}"
     said = f"compute-bound: {share} of the step"
     again = 1 - timing.work.flops / timing.work.computed
-    if choice.remat == "mlp" or choice.repeats_layers:
+    repeats = choice.remat == "mlp" or choice.repeats_layers
+    if repeats and again >= 0.005:  # another stack may have room for what ours computes again
         said += f"; remat={choice.remat} makes {100 * again:.0f}% of the FLOPs again"
     if worst and waited > 0.03 * step:
         said += f"; {_percent(waited, step)} waits for {_axes(choice, worst)}"

@@ -27,7 +27,7 @@ from meshwright.training import (
     AUTO,
     DPO,
     TrainConfig,
-    check_capacity,
+    check_experts,
     check_fp8,
     field_lengths,
     held_arrays,
@@ -70,8 +70,7 @@ class Workload:
             )
         model = model_config(config.model) if model is None else model
         model = override(model, config.override, config.seq)
-        if config.compute.capacity:
-            check_capacity(config, model)
+        check_experts(config, model)
         if config.compute.matmul == "fp8":
             check_fp8(config, model, machine.chip)
         if config.lora.quantizes:

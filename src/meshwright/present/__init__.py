@@ -21,14 +21,16 @@ from meshwright.present.tables import (
     aligned,
     omitted_columns,
     paragraph,
+    table_html,
     table_markdown,
     table_text,
+    text_html,
     wrapped,
 )
 
 __all__ = [
     "CONTENT_POLICY", "GIB", "Column", "Row", "aligned", "amount", "bar", "bytes_text", "count",
     "count_text", "duration_text", "gib", "mesh_text", "nearest_multiples", "omitted_columns",
-    "paragraph", "percent", "render", "seconds_text", "table_markdown", "table_text", "wrapped",
-    "write_page",
+    "paragraph", "percent", "render", "seconds_text", "table_html", "table_markdown", "table_text",
+    "text_html", "wrapped", "write_page",
 ]  # fmt: skip

@@ -117,5 +117,7 @@ def count(number: int, noun: str) -> str:
 
 
 def mesh_text(mesh_shape: Mapping[str, int]) -> str:
-    """`"fsdp=2,tp=4"`."""
+    """`"fsdp=2,tp=4"`; axes of bare devices have no names: `"2×2×2, unnamed"`."""
+    if mesh_shape and all(axis.startswith("unnamed_") for axis in mesh_shape):
+        return f"{'×'.join(map(str, mesh_shape.values()))}, unnamed"
     return ",".join(f"{axis}={size}" for axis, size in mesh_shape.items())

@@ -8,6 +8,7 @@ A row may have a note, a sentence below it, and a heading above it; both wrap.
 """
 
 import dataclasses
+import html
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -59,6 +60,34 @@ def table_markdown(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     cells = [[column.name for column in columns], *(row.cells for row in rows)]
     lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in cells]
     return "\n".join([lines[0], f"|{'---|' * len(columns)}", *lines[1:]])
+
+
+def table_html(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    """The table as HTML for a notebook, with all columns, notes and headings."""
+
+    def line(tag: str, cells: Sequence[str], style: str = "") -> str:
+        sides = ("right" if column.right else "left" for column in columns)
+        texts = (
+            f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
+            for cell, side in zip(cells, sides, strict=True)
+        )
+        return f'<tr style="{style}">{"".join(texts)}</tr>'
+
+    def beside(text: str, style: str) -> str:
+        cell = f'<td colspan="{len(columns)}" style="text-align:left;{style}">'
+        return f"<tr>{cell}{html.escape(text)}</td></tr>"
+
+    lines = [line("th", [column.name for column in columns])]
+    for row in rows:
+        lines += [beside(row.heading, "font-style:italic")] if row.heading else []
+        lines.append(line("td", row.cells, "font-weight:bold" if row.style else ""))
+        lines += [beside(row.note, "opacity:0.7")] if row.note else []
+    return f"<table>{''.join(lines)}</table>"
+
+
+def text_html(*lines: str) -> str:
+    """Lines of text as HTML."""
+    return f"<div>{'<br>'.join(map(html.escape, lines))}</div>" if lines else ""
 
 
 def omitted_columns(columns: Sequence[Column], rows: Sequence[Row], width: int) -> list[str]:

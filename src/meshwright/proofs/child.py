@@ -19,6 +19,12 @@ from typing import Any
 # times them; for one that is not here nothing is timed, and a tiling that fails ends the compile
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
+# a plan takes what the partitioner made; what follows need not be fast
+PARTITIONED = {
+    "xla_dump_hlo_pass_re": "spmd-partitioning",
+    "xla_backend_optimization_level": 0,
+}
+
 
 def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
@@ -39,9 +45,12 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     devices = absent_devices(machine)
     _stage("lowering")
     start = time.perf_counter()
-    lower = _served if "serve" in request else _trained
     try:
-        lowered, placed, attention = lower(request, machine, devices)
+        if "program" in request:
+            lowered, placed, attention = _any_program(request, machine, devices, folder)
+        else:
+            lower = _served if "serve" in request else _trained
+            lowered, placed, attention = lower(request, machine, devices)
     except MeshwrightError as mistake:
         return {"mistake": str(mistake)}
     lowering = time.perf_counter() - start
@@ -51,6 +60,9 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     made: dict[str, Any] = {"compiled_on": platform.machine(), "date": str(datetime.date.today())}
     with tempfile.TemporaryDirectory() as dumped:
         options: dict[str, Any] = {"xla_dump_to": dumped} if machine.is_tpu else {}
+        if request.get("partitioned"):
+            options = PARTITIONED | {"xla_dump_to": dumped}
+            jax.config.update("jax_enable_compilation_cache", False)  # which would dump nothing
         try:
             program = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as reason:
@@ -67,7 +79,8 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         times["compiling"] = time.perf_counter() - start
         _stage("reading")
         report = [path.read_text() for path in Path(dumped).glob("*memory-usage-report.txt")]
-    _write(folder / "program.hlo.gz", program.as_text())
+        text = _partitioned(Path(dumped)) if request.get("partitioned") else program.as_text()
+    _write(folder / "program.hlo.gz", text)
     if report:
         _write(folder / "memory.txt.gz", max(report, key=len))
     stats = program.memory_analysis()
@@ -77,7 +90,7 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         "sizes": {kind: getattr(stats, f"{kind}_size_in_bytes") for kind in kinds},
         "attention": attention,
         "devices": len(devices),
-        "axes": dict(placed.shape),
+        "axes": {} if placed is None else dict(placed.shape),
     }
 
 
@@ -101,6 +114,48 @@ def _served(request: dict[str, Any], machine: Any, devices: list[Any]) -> tuple[
     placed = mesh(spec, machine, devices, axis_types="explicit")
     lowered, kernel = step.lower(model_from_dict(request["model"]), placed, request["part"])
     return lowered, placed, f"paged, by the kernel {kernel}"
+
+
+def _any_program(
+    request: dict[str, Any], machine: Any, devices: list[Any], folder: Path
+) -> tuple[Any, Any, None]:
+    """A program that jax.export made, with its arguments on the machine's mesh."""
+    import pickle
+
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from meshwright.meshes import mesh
+
+    exported = pickle.loads((folder / "program.pickle").read_bytes())  # by the parent, just now
+    (folder / "program.pickle").unlink()
+    placed = None
+    shardings: list[Any] = [jax.sharding.SingleDeviceSharding(devices[0])] * len(request["specs"])
+    if request["mesh"]:
+        placed = mesh(request["mesh"], machine, devices, axis_types=request["axis_types"])
+        shardings = [
+            NamedSharding(
+                placed,
+                PartitionSpec(*(tuple(axes) if isinstance(axes, list) else axes for axes in spec)),
+            )
+            for spec in request["specs"]
+        ]
+    arguments = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
+    jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]))
+    lowered = jitted.trace(*arguments).lower(lowering_platforms=tuple(exported.platforms))
+    return lowered, placed, None
+
+
+def _partitioned(dumped: Path) -> str:
+    """What the partitioner made; for one device there is nothing to partition."""
+    for which in ("*.after_spmd-partitioning*.txt", "*.before_optimizations.txt"):
+        texts = [path.read_text() for path in dumped.glob(which)]
+        if texts:
+            return max(texts, key=len)
+    raise RuntimeError(f"no partitioned program among {sorted(dumped.iterdir())}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 from meshwright.audits import Audit, Collective
-from meshwright.planner import StepModel, in_stages, memory, staged
+from meshwright.planner import ProgramPlan, StepModel, in_stages, memory, staged
+from meshwright.present import Column, Row, bytes_text
 from meshwright.proofs.proof import Proof
 
 
@@ -84,6 +86,27 @@ def _combined(step: StepModel) -> Counter[tuple[str, ...]]:
         if one.operation == "all-reduce" and not one.layers:
             total[one.axes] += one.bytes * one.times
     return total
+
+
+def compare_program(plan: ProgramPlan, proof: Proof, audit: Audit | None) -> tuple[Comparison, ...]:
+    """The same of any program and its plan."""
+    compared = _memory(plan.memory.total, proof)
+    if audit is None:
+        return tuple(compared)
+    planned: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    for one in plan.collectives:
+        planned[one.operation, one.axes] += one.bytes * one.times
+    return (*compared, *_traffic(planned, audit))
+
+
+def comparison_table(compared: Sequence[Comparison]) -> tuple[list[Column], list[Row]]:
+    """Planned, compiled, and how far the one is from the other."""
+    rows = []
+    for number in compared:
+        off = "" if number.off is None else f"{100 * number.off:+.1f}%"
+        sizes = (bytes_text(int(size)) for size in (number.planned, number.compiled))
+        rows.append(Row((number.what, *sizes, off)))
+    return [Column("", right=False), *map(Column, ("plan", "compiler", "off"))], rows
 
 
 def compare(step: StepModel, proof: Proof, audit: Audit | None) -> tuple[Comparison, ...]:

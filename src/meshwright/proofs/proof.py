@@ -23,7 +23,7 @@ from meshwright.interrupt import before_end
 from meshwright.launch import cache_folder
 from meshwright.machines import Machine, check_slice
 from meshwright.ops import switched_on
-from meshwright.present import bytes_text
+from meshwright.present import Column, Row, bytes_text, table_html, text_html
 from meshwright.proofs.cache import request_key
 from meshwright.proofs.footprint import Footprint, OutOfMemory, footprint, out_of_memory
 from meshwright.proofs.target import check_extra, child_environment, compiler_versions
@@ -46,6 +46,7 @@ class Proof:
     attention: str | None  # how it is split over sp, and a kernel that is slow, in words
     folder: Path  # program.hlo.gz, memory.txt.gz, message.txt
     cached: bool
+    sizes: Mapping[str, int] | None = None  # jax's memory_analysis, in bytes
 
     @property
     def fits(self) -> bool:
@@ -57,6 +58,18 @@ class Proof:
         needed = "" if used is None else _gib(used) + ", "
         verdict = "fits" if self.fits else "does not fit"
         return f"Proof({self.mesh} on {self.machine}: {verdict}, {needed}by {self.compiler})"
+
+    def _repr_html_(self) -> str:
+        used = self.footprint
+        if used is None:
+            return text_html(repr(self))
+        kinds = [Row((kind, bytes_text(size))) for kind, size in used.kinds.items() if size]
+        buffers = [Row((buffer.arrays, bytes_text(buffer.bytes))) for buffer in used.buffers[:6]]
+        tables = {"of a device": kinds, "largest buffers": buffers}
+        return text_html(repr(self)) + "".join(
+            table_html([Column(title, right=False), Column("bytes")], lines)
+            for title, lines in tables.items() if lines
+        )  # fmt: skip
 
     @functools.cached_property
     def text(self) -> str:
@@ -93,7 +106,7 @@ def prove(
         "config": settings,
         "model": model_to_dict(model),
     }
-    return _proved(request, machine, config.mesh, cache, progress)
+    return proved(request, machine, config.mesh, cache, progress)
 
 
 def prove_serving(
@@ -119,19 +132,20 @@ def prove_serving(
         "model": model_to_dict(model),
     }
     return {
-        part: _proved(request | {"part": part}, machine, step.mesh, cache, progress)
+        part: proved(request | {"part": part}, machine, step.mesh, cache, progress)
         for part in ("decode", "prefill")
     }
 
 
-def _proved(
+def proved(
     request: dict[str, Any],
     machine: Machine,
     mesh: str,
     cache: Path | bool,
     progress: Progress | None,
+    files: Mapping[str, bytes] | None = None,
 ) -> Proof:
-    """What the compiler made of a request, or what is kept of it."""
+    """What the compiler made of a request, or what is kept of it; `files` go beside the request."""
     if machine.chip.platform == "gpu":
         request["own_kernels"] = switched_on()
     compiler = compiler_versions(machine)
@@ -139,7 +153,7 @@ def _proved(
     folder = place / request_key(request, compiler)
     known = cache is not False and (folder / "result.json").exists()
     if not known:
-        _compile(request, machine, folder, progress)
+        _compile(request, machine, folder, progress, files or {})
     result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     if "mistake" in result:
         raise MeshwrightError(result["mistake"])
@@ -181,7 +195,9 @@ def _proof(
         return Proof(*made, result["times"], None, exhausted, result["attention"], folder, cached)
     report = folder / "memory.txt.gz"
     used = footprint(machine, result["sizes"], _read(report) if report.exists() else None)
-    return Proof(*made, result["times"], used, None, result["attention"], folder, cached)
+    return Proof(
+        *made, result["times"], used, None, result["attention"], folder, cached, result["sizes"]
+    )
 
 
 def digest(message: str) -> str:
@@ -192,8 +208,9 @@ def digest(message: str) -> str:
 
 
 def _compile(
-    request: dict[str, Any], machine: Machine, folder: Path, progress: Progress | None
-) -> None:
+    request: dict[str, Any], machine: Machine, folder: Path, progress: Progress | None,
+    files: Mapping[str, bytes],
+) -> None:  # fmt: skip
     """In a process of its own: its libraries are noisy, and may end it."""
     start = time.perf_counter()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -203,6 +220,8 @@ def _compile(
         scratch = Path(work) / "found"
         scratch.mkdir()
         (scratch / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        for name, content in files.items():
+            (scratch / name).write_bytes(content)
         with (scratch / "noise.txt").open("w") as noise:
             command = [sys.executable, "-m", "meshwright.proofs.child", str(scratch)]
             with subprocess.Popen(

@@ -1,47 +1,52 @@
 """Serve a model: the inference engine, which also generates for a list of prompts."""
 
-from meshwright.serving.abstract_step import Part, ServedStep
-from meshwright.serving.adapters import with_adapters
-from meshwright.serving.defaults import Defaults, answer_stops, defaults_of
-from meshwright.serving.engine import Engine
-from meshwright.serving.from_trainer import trained_weights
-from meshwright.serving.generate import stream
-from meshwright.serving.grammars import Grammar, Grammars
-from meshwright.serving.job import check_prompts
-from meshwright.serving.lockstep import follow, lead
-from meshwright.serving.model import LanguageModel, load
-from meshwright.serving.pages import PagePool
-from meshwright.serving.replicas import Replicas, start_engine
-from meshwright.serving.request import (
-    AnyEngine,
-    Completion,
-    Delta,
-    EngineStats,
-    EngineStoppedError,
-    FinishReason,
-    OverloadedError,
-    Request,
-    TokenLogprobs,
-)
-from meshwright.serving.run_export import export
-from meshwright.serving.same_settings import settings_facts
-from meshwright.serving.samples import TextSampler
-from meshwright.serving.sampling import Sampling
-from meshwright.serving.scheduler import IN_FLIGHT, Scheduler
-from meshwright.serving.scheduler import Sequence as ScheduledSequence
-from meshwright.serving.scheduler import Step as ScheduledStep
-from meshwright.serving.settings import EngineConfig, ServeConfig
-from meshwright.serving.source import (
-    Model,
-    Source,
-    chat_folder,
-    check_fits,
-    generation_mesh,
-    load_weights,
-    model_source,
-    served_config,
-)
-from meshwright.serving.start import serve
+from typing import TYPE_CHECKING
+
+from meshwright.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from meshwright.serving.abstract_step import Part, ServedStep
+    from meshwright.serving.adapters import with_adapters
+    from meshwright.serving.defaults import Defaults, answer_stops, defaults_of
+    from meshwright.serving.engine import Engine
+    from meshwright.serving.from_trainer import trained_weights
+    from meshwright.serving.generate import stream
+    from meshwright.serving.grammars import Grammar, Grammars
+    from meshwright.serving.job import check_prompts
+    from meshwright.serving.lockstep import follow, lead
+    from meshwright.serving.model import LanguageModel, load
+    from meshwright.serving.pages import PagePool
+    from meshwright.serving.replicas import Replicas, start_engine
+    from meshwright.serving.request import (
+        AnyEngine,
+        Completion,
+        Delta,
+        EngineStats,
+        EngineStoppedError,
+        FinishReason,
+        OverloadedError,
+        Request,
+        TokenLogprobs,
+    )
+    from meshwright.serving.run_export import export
+    from meshwright.serving.same_settings import settings_facts
+    from meshwright.serving.samples import TextSampler
+    from meshwright.serving.sampling import Sampling
+    from meshwright.serving.scheduler import IN_FLIGHT, Scheduler
+    from meshwright.serving.scheduler import Sequence as ScheduledSequence
+    from meshwright.serving.scheduler import Step as ScheduledStep
+    from meshwright.serving.settings import EngineConfig, ServeConfig
+    from meshwright.serving.source import (
+        Model,
+        Source,
+        chat_folder,
+        check_fits,
+        generation_mesh,
+        load_weights,
+        model_source,
+        served_config,
+    )
+    from meshwright.serving.start import serve
 
 __all__ = [
     "IN_FLIGHT",
@@ -92,3 +97,5 @@ __all__ = [
     "trained_weights",
     "with_adapters",
 ]
+
+import_when_used(__name__)

@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
-from tyro.conf import UseAppendAction
-
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.hub import hub_name
 from meshwright.launch import convert_paths
-from meshwright.ops import QUANTIZED_DTYPES
-from meshwright.ops.attention import CACHE_DTYPES
 
 _KERNELS = ("auto", "cudnn", "triton", "ragged", "plain")
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
@@ -77,16 +73,22 @@ class EngineConfig:
             raise MeshwrightError(
                 f"kernel={self.kernel!r} is not known{did_you_mean(self.kernel, _KERNELS)}"
             )
-        if self.weights not in (None, *QUANTIZED_DTYPES):
-            known = " or ".join(QUANTIZED_DTYPES)
-            raise MeshwrightError(f"weights={self.weights!r} must be {known}, or left out")
-        if self.cache not in (None, *CACHE_DTYPES):
-            known = " or ".join(CACHE_DTYPES)
-            raise MeshwrightError(f"cache={self.cache!r} must be {known}, or left out")
+        if self.weights is not None or self.cache is not None:
+            self._check_dtypes()
         if not 0 < self.memory_fraction <= 1:
             raise MeshwrightError(
                 f"memory_fraction={self.memory_fraction} must be above 0 and at most 1"
             )
+
+    def _check_dtypes(self) -> None:
+        from meshwright.ops import QUANTIZED_DTYPES  # which imports jax
+        from meshwright.ops.attention import CACHE_DTYPES
+
+        for name, dtypes in {"weights": QUANTIZED_DTYPES, "cache": CACHE_DTYPES}.items():
+            value = getattr(self, name)
+            if value not in (None, *dtypes):
+                known = " or ".join(dtypes)
+                raise MeshwrightError(f"{name}={value!r} must be {known}, or left out")
 
     def for_encoder(self) -> "EngineConfig":
         """For a model whose prompts an encoder reads: no prefix of theirs is reused or scored.
@@ -238,11 +240,11 @@ class ServeConfig:
     """Format of tool calls in the model's text; auto: by its chat template."""
     generation_config: Literal["auto", "none"] = "auto"
     """Default sampling settings: auto takes those of the model's generation_config.json."""
-    api_key: UseAppendAction[tuple[str, ...]] = dataclasses.field(default=(), repr=False)
+    api_key: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     """Key that clients must send. Other users of the machine can see flags: prefer a file."""
     api_key_file: Path | None = None
     """File of API keys, one in each line."""
-    allow_origin: UseAppendAction[tuple[str, ...]] = ()
+    allow_origin: tuple[str, ...] = ()
     """Web page that may call the server from a browser, such as https://chat.example.org."""
     access_log: bool = True
     """Log each request in one line, on standard error."""

@@ -28,6 +28,7 @@ from meshwright.meshes import MeshSpec
 from meshwright.meshes import mesh as build_mesh
 from meshwright.models import (
     ADAPTER,
+    PRESETS,
     SOURCE,
     LoraConfig,
     abstract_arrays,
@@ -344,6 +345,11 @@ def abstract_params(
 def _config_file(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
         why = "is a file" if folder.exists() else "does not exist"
+        if str(folder) in PRESETS and not folder.exists():
+            raise MeshwrightError(
+                f"{folder} is a preset, which has sizes and no weights; train it (meshwright train "
+                f"{folder} --run FOLDER), or give a folder with weights or a name on the Hub"
+            )
         raise MeshwrightError(
             f"{folder} {why}; give the folder of a run (as in meshwright train --run FOLDER) or of "
             "a Hugging Face model"

@@ -17,8 +17,8 @@ from jax.sharding import Mesh
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
 from meshwright.models import Compute, override, padded_vocab
-from meshwright.training.config import TrainConfig
-from meshwright.training.dpo import DPO, copied_arrays
+from meshwright.training.config import DPO, TrainConfig
+from meshwright.training.dpo import copied_arrays
 from meshwright.training.optimizer import make_optimizer
 from meshwright.training.setup import (
     accepted_meshes,

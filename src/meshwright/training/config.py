@@ -13,11 +13,13 @@ from meshwright.arithmetic import check_seed
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import HANG_TIMEOUT_S, check_simulated, convert_paths, flat_settings
 from meshwright.models import LoraConfig, LossConfig
-from meshwright.training.dpo import DPO, DpoConfig
-from meshwright.training.optimizer import OptimizerConfig
+from meshwright.training.optimizer_config import OptimizerConfig
 
+DPO = "dpo"  # the objective
+AUTO = "auto"  # a mesh that is chosen once the devices are known
 DEFAULT_MESH = "dp=1,fsdp=-1,tp=1,sp=1"
-LATEST, NONE = "latest", "none"  # of resume_from, besides a step
+LATEST = "latest"  # of resume_from, besides a step
+NONE = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +70,21 @@ class ComputeConfig:
                 f"compute.capacity={self.capacity} must be a number above 0, such as 1.25; 0 means "
                 "that no token is dropped"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class DpoConfig:
+    """Settings of --objective dpo."""
+
+    beta: float = 0.1
+    """How strongly the model is held to the reference: the factor of the log-ratios."""
+    loss_type: Literal["sigmoid", "sigmoid_norm"] = "sigmoid"
+    """sigmoid: of sums over the tokens of an answer; sigmoid_norm: length-normalized, of their
+    means (a larger beta is usual: Tülu 3 has 5)."""
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:  # nan too
+            raise MeshwrightError(f"dpo.beta={self.beta} must be above 0, such as 0.1")
 
 
 @dataclasses.dataclass(frozen=True)

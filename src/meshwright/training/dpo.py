@@ -8,35 +8,19 @@ A sequence holds pairs: its documents 2i - 1 and 2i are the chosen and the rejec
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec
 from meshwright.models import ADAPTER, LossSums, Metric
 from meshwright.ops import IGNORED, drop_trivial_axes, nontrivial_axes, spec_of
+from meshwright.training.config import DpoConfig
 from meshwright.training.trainable import unfrozen, with_unfrozen
 
-DPO = "dpo"  # the objective
 ANSWERS = "answers"  # the field that a batch has in the step
-
-
-@dataclasses.dataclass(frozen=True)
-class DpoConfig:
-    """Settings of --objective dpo."""
-
-    beta: float = 0.1
-    """How strongly the model is held to the reference: the factor of the log-ratios."""
-    loss_type: Literal["sigmoid", "sigmoid_norm"] = "sigmoid"
-    """sigmoid: of sums over the tokens of an answer; sigmoid_norm: length-normalized, of their
-    means (a larger beta is usual: Tülu 3 has 5)."""
-
-    def __post_init__(self) -> None:
-        if not self.beta > 0:  # nan too
-            raise MeshwrightError(f"dpo.beta={self.beta} must be above 0, such as 0.1")
 
 
 def dpo_loss(

@@ -34,7 +34,7 @@ from meshwright.models import ADAPTER, OFFLOAD
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.abstract_step import AbstractStep
 from meshwright.training.backend import Backend, Say
-from meshwright.training.config import TrainConfig
+from meshwright.training.config import AUTO, TrainConfig
 from meshwright.training.exchange import load_pieces
 from meshwright.training.loop import Loop, check_run_folder, supervised
 from meshwright.training.prepare import bytes_per_device, prepare
@@ -52,8 +52,6 @@ from meshwright.training.state import (
 from meshwright.training.tpu import overlap_text
 from meshwright.training.trainable import trained_part, trained_text
 from meshwright.training.weights import start_weights
-
-AUTO = "auto"  # a mesh that is chosen once the devices are known
 
 
 class Sampler(Protocol):
@@ -86,7 +84,9 @@ def train(
     if config.mesh == AUTO and choose is None:
         raise MeshwrightError("mesh 'auto' needs a function that chooses one: train(.., choose)")
     joined = join(config.coordinator, config.processes, config.process_id)
-    if jax.default_backend() != "cpu":
+    with waiting_line("starting the devices", shown=joined.process_id == 0, at_once=False):
+        platform = jax.default_backend()
+    if platform != "cpu":
         keep_compiled_programs()
     store = coordinator_store()
     with supervised(config, joined, store) as (stop, watchdog):

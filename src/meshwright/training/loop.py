@@ -29,9 +29,8 @@ from meshwright.launch import (
 from meshwright.models import model_to_dict
 from meshwright.present import count, mesh_text
 from meshwright.training.backend import Backend
-from meshwright.training.config import LATEST, NONE, TrainConfig, config_to_dict
-from meshwright.training.dpo import DPO
-from meshwright.training.optimizer import DEFAULT_WARMUP
+from meshwright.training.config import DPO, LATEST, NONE, TrainConfig, config_to_dict
+from meshwright.training.optimizer_config import DEFAULT_WARMUP
 from meshwright.training.resume import check_resume, resume_command, resume_step
 from meshwright.training.run import (
     ENDED,
@@ -169,7 +168,7 @@ class Loop:
             if self.saved is not None:
                 log.note(first, RESUMED, mesh=mesh_text(self.backend.mesh_shape))
             stack.enter_context(self._end_noted(log))
-            live = stack.enter_context(LiveLine(config.steps, shown=self.speaks))
+            live = stack.enter_context(LiveLine(config.steps, shown=self.speaks, first=first))
             last = self._steps(first, log, live)
             live.finish()
             self._save_for_good(last, live)

@@ -21,14 +21,14 @@ larger than 8 learning rates, whatever was rounded.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-StoredMoments = Literal["float32", "bfloat16", "int8"]
+from meshwright.training.optimizer_config import StoredMoments
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,8 +24,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.layouts import Explanation, explain
 from meshwright.models import SOURCE, SPECIAL_TOKENS, describe_padding, family_of, override
 from meshwright.training.abstract_step import AbstractStep, abstract_step
-from meshwright.training.config import TrainConfig
-from meshwright.training.dpo import DPO
+from meshwright.training.config import DPO, TrainConfig
 from meshwright.training.run.trackers import check_trackers
 from meshwright.training.setup import mixture_of, objective_of, weights_folder
 from meshwright.training.state import TrainState, stored_state

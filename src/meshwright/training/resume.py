@@ -14,14 +14,15 @@ from meshwright.launch import weights_sample
 from meshwright.models import LoraConfig, LossConfig, model_to_dict
 from meshwright.training.backend import SavedSteps
 from meshwright.training.config import (
+    DPO,
     FREE,
     LATEST,
     NONE,
+    DpoConfig,
     TrainConfig,
     config_to_dict,
     settings_flags,
 )
-from meshwright.training.dpo import DPO, DpoConfig
 from meshwright.training.setup import weights_folder
 
 _SHOWN = 8

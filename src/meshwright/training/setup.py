@@ -20,6 +20,7 @@ from meshwright.data import (
 )
 from meshwright.errors import MeshwrightError, one_of
 from meshwright.hub import MODEL, TOKENIZER, local_folder, pinned
+from meshwright.launch import flat_settings
 from meshwright.layouts import Rules, select_trainable
 from meshwright.machines import CHIPS, Chip, Machine, chip_of_kind
 from meshwright.meshes import STANDARD_AXES, Accepts, MeshSpec, mesh, tile_mesh
@@ -318,23 +319,30 @@ def compute_of(
             f"compute.mlp_chunk={settings.mlp_chunk}: the experts of {config.model} are not "
             "computed in chunks; leave it out, and give --compute.remat mlp to save memory"
         )
-    if settings.capacity:
-        check_capacity(config, model)
-        if refusal := split_capacity(config, split_axes(layouts.residual.partitions[1:2])):
-            raise MeshwrightError(
-                f"{refusal}; leave it out, or use a mesh with sp=1 without "
-                "--compute.sequence-parallel"
-            )
+    check_experts(config, model)
+    if refusal := split_capacity(config, split_axes(layouts.residual.partitions[1:2])):
+        raise MeshwrightError(
+            f"{refusal}; leave it out, or use a mesh with sp=1 without --compute.sequence-parallel"
+        )
     return compute, words
 
 
-def check_capacity(config: TrainConfig, model: Any) -> None:
-    """Raise if a capacity is given, and there are no experts to have it."""
-    if experts_of(model) is None:
-        given = f"compute.capacity={config.compute.capacity}"
-        raise MeshwrightError(
-            f"{given}: {config.model or 'the model'} has no experts; leave it out"
-        )
+_OF_EXPERTS = (
+    "compute.capacity", "compute.experts", "loss.load_balance", "loss.router_z",
+    "loss.balance_bias",
+)  # fmt: skip
+
+
+def check_experts(config: TrainConfig, model: Any) -> None:
+    """Raise if a setting of experts is given, and the model has none."""
+    if experts_of(model) is not None:
+        return
+    values, defaults = flat_settings(config), flat_settings(TrainConfig("tiny"))
+    for name in _OF_EXPERTS:
+        if values[name] != defaults[name]:
+            raise MeshwrightError(
+                f"{name}={values[name]}: {config.model or 'the model'} has no experts; leave it out"
+            )
 
 
 def split_capacity(config: TrainConfig, axes: Sequence[str]) -> str | None:

@@ -34,7 +34,8 @@ from meshwright.models import (
 )
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import current_platform
-from meshwright.training.dpo import DpoConfig, dpo_loss, pair_count, reference_params, with_answers
+from meshwright.training.config import DpoConfig
+from meshwright.training.dpo import dpo_loss, pair_count, reference_params, with_answers
 from meshwright.training.run.summary import EXPERT_LOADS
 from meshwright.training.state import TrainState
 from meshwright.training.tpu import compiler_options
@@ -112,7 +113,8 @@ def step_functions(
     settings = LossConfig() if loss is None else loss
     arrays = family.arrays(config) if arrays is None else arrays
     if settings.balance_bias:
-        _check_balance(arrays, settings.balance_bias, dpo is not None)
+        kept_by = "LoRA" if ADAPTER in arrays else "DPO" if dpo is not None else ""
+        check_balance(arrays, settings.balance_bias, kept_by)
     with jax.set_mesh(mesh):
         tokens = compute.layouts.tokens
 
@@ -225,8 +227,8 @@ def step_functions(
     )
 
 
-def _check_balance(arrays: Any, speed: float, pairs: bool) -> None:
-    """Raise if there is no selection bias to move, or a run would not keep it."""
+def check_balance(arrays: Any, speed: float, kept_by: str) -> None:
+    """Raise if there is no selection bias to move, or LoRA or DPO keep it as it is."""
     given = f"loss.balance_bias={speed} moves the selection bias of routers, "
     kinds = {spec.kind for spec in jax.tree.leaves(arrays)}
     if "expert" not in kinds:
@@ -236,10 +238,8 @@ def _check_balance(arrays: Any, speed: float, pairs: bool) -> None:
             f"{given}and this model has none; leave it out and balance experts with "
             "--loss.load-balance 0.001, or give it one with --override selection_bias=true"
         )
-    if ADAPTER in arrays or pairs:
-        raise MeshwrightError(
-            f"{given}which {'DPO' if pairs else 'LoRA'} leaves as it is; leave it out"
-        )
+    if kept_by:
+        raise MeshwrightError(f"{given}which {kept_by} leaves as it is; leave it out")
 
 
 def _balanced(arrays: Any, params: Any, chosen: jax.Array, speed: jax.Array) -> Any:

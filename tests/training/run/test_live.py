@@ -4,6 +4,7 @@ import io
 import math
 import re
 import sys
+import threading
 
 import pytest
 from tests.patience import eventually
@@ -144,3 +145,18 @@ def test_a_line_that_is_not_shown_prints_nothing() -> None:
         line.update(METRICS)
         line.print("never")
     assert file.getvalue() == ""
+
+
+def test_a_first_step_that_takes_long_is_told_until_the_speed_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "REPEATED_AFTER_S", 0.001)
+    file = io.StringIO()
+    with LiveLine(10, file=file, first=4) as line:
+        eventually(lambda: "step 5 … 0 s" in file.getvalue())
+        line.update({"step": 5, "loss": 2.0})
+        eventually(lambda: "step 6 … 0 s" in file.getvalue())
+        line.update({"step": 6, "loss": 2.0, "step_seconds": 0.5})
+        before = file.getvalue()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("step ")]
+        assert file.getvalue() == before

@@ -21,7 +21,8 @@ from meshwright.models.blocks import Params, activate, feed_forward, gather_weig
 from meshwright.models.compute import Compute, choose_exchange
 from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
 from meshwright.models.lora import Adapted
-from meshwright.models.loss import ExtraLoss, LossConfig, LossSums, Metric
+from meshwright.models.loss import ExtraLoss, LossSums, Metric
+from meshwright.models.settings import LossConfig
 from meshwright.ops import (
     Mlp,
     Rows,
@@ -81,30 +82,12 @@ def mixture(
     exchange = _exchange(split, tokens, experts, compute)
     summed = tuple(layouts.summed)
     left = (*over, *(split if exchange is None else ()))
+    arrays = {"x": normed, **_device_weights(w, compute, split)}
     # length is whole on a device where there is a capacity
     most = expert_capacity(compute.capacity, normed.shape[1], experts.per_token, experts.count)
-    of_router = tuple(dict.fromkeys((*layouts.weight_axes, *split)))
-
-    def scored_with(name: str) -> jax.Array:
-        if layouts.stationary and name in _ROUTER_BIASES:  # an engine's: all have the same tokens
-            return reshard(w[name], P(None))
-        return all_gather(w[name], of_router)
-
-    biases = {name: w[name] for name in _BIASES if name in w}
-    if "down_bias" in biases:  # stored whole, and added to what may be split along embed
-        of_experts = spec_of(w["down_bias"])[0]
-        biases["down_bias"] = reshard(w["down_bias"], P(of_experts, target.partitions[2]))
-    matrices = {name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w}
-    factors = _factors(matrices)
-    serving = serving and not factors  # the kernels for few tokens are without
-    arrays = {
-        "x": normed,
-        **{name: _base(matrix) for name, matrix in matrices.items()},
-        **factors,
-        **{name: all_gather(bias, _without(tokens, split)) for name, bias in biases.items()},
-        # every device scores all experts
-        **{name: scored_with(name) for name in _ROUTER if name in w},
-    }
+    # the kernels for few tokens are without factors
+    is_adapted = any(isinstance(w[name], Adapted) for name in _MATRICES if name in w)
+    serving = serving and not is_adapted
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:
         x = arrays["x"]
@@ -113,27 +96,13 @@ def mixture(
             name: array if name in _ROUTER_BIASES else varying_like(array, x)
             for name, array in arrays.items()
         }
-        flat = x.reshape(-1, x.shape[-1])
-        logits = _logits(flat, arrays, summed)
-        bias = arrays.get("selection_bias")
-        bias = None if bias is None else varying_like(bias, logits)
-        few = serving and few_tokens_unavailable(flat.shape[0], compute.dtype) is None
-        if few and experts.groups == 1:
-            chosen, weights = top_experts(
-                logits, bias, experts.per_token, softmax=experts.scores == "softmax",
-                normalized=experts.normalized, scale=experts.scale,
-            )  # fmt: skip
-            scores = jnp.zeros_like(logits)  # nobody asks for them
-        else:
-            chosen, weights, scores = choose(logits, experts, bias)
-        times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
-        squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
-        dropped = None
+        few = serving and few_tokens_unavailable(x.size // x.shape[-1], compute.dtype) is None
+        chosen, weights, sums = _route(arrays, experts, summed, few)
         if compute.capacity:
             full = over_capacity(chosen.reshape(*x.shape[:2], -1), most).reshape(chosen.shape)
             chosen, weights = jnp.where(full, experts.count, chosen), jnp.where(full, 0, weights)
             dropped = jnp.sum(full, dtype=jnp.float32)[None]
-        sums = RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None], dropped)
+            sums = dataclasses.replace(sums, dropped=dropped)
         tokens = [
             _for_block(array.reshape(*x.shape[:2], -1), along_tp, arrays["down"])
             for array in (x, chosen, weights)
@@ -170,6 +139,53 @@ def mixture(
         shared = {name: w[f"shared_{name}"] for name in ("gate", "up", "down")}
         out = out + feed_forward(normed, shared, compute, kind.activation, kind.clamp)
     return out, sums
+
+
+def _device_weights(w: Params, compute: Compute, split: tuple[str, ...]) -> Params:
+    """What a device computes with: matrices and biases of its experts, and the router."""
+    layouts = compute.layouts
+    of_router = tuple(dict.fromkeys((*layouts.weight_axes, *split)))
+
+    def scored_with(name: str) -> jax.Array:
+        if layouts.stationary and name in _ROUTER_BIASES:  # an engine's: all have the same tokens
+            return reshard(w[name], P(None))
+        return all_gather(w[name], of_router)
+
+    biases = {name: w[name] for name in _BIASES if name in w}
+    if "down_bias" in biases:  # stored whole, and added to what may be split along embed
+        of_experts = spec_of(w["down_bias"])[0]
+        along_embed = layouts.residual.partitions[2]
+        biases["down_bias"] = reshard(w["down_bias"], P(of_experts, along_embed))
+    matrices = {name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w}
+    others = _without(layouts.token_axes, split)
+    return {
+        **{name: _base(matrix) for name, matrix in matrices.items()},
+        **_factors(matrices),
+        **{name: all_gather(bias, others) for name, bias in biases.items()},
+        # every device scores all experts
+        **{name: scored_with(name) for name in _ROUTER if name in w},
+    }
+
+
+def _route(
+    arrays: Params, experts: ExpertsKind, summed: tuple[str, ...], few: bool
+) -> tuple[jax.Array, jax.Array, RouterSums]:
+    """The experts of each token of x, their weights, and what the router's losses need."""
+    x = arrays["x"]
+    logits = _logits(x.reshape(-1, x.shape[-1]), arrays, summed)
+    bias = arrays.get("selection_bias")
+    bias = None if bias is None else varying_like(bias, logits)
+    if few and experts.groups == 1:
+        chosen, weights = top_experts(
+            logits, bias, experts.per_token, softmax=experts.scores == "softmax",
+            normalized=experts.normalized, scale=experts.scale,
+        )  # fmt: skip
+        scores = jnp.zeros_like(logits)  # nobody asks for them
+    else:
+        chosen, weights, scores = choose(logits, experts, bias)
+    times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
+    squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    return chosen, weights, RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
 
 
 def _base(matrix: Any) -> jax.Array:

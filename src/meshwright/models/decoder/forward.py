@@ -32,12 +32,12 @@ from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
 from meshwright.models.lora import adapted_layers, token_noise
 from meshwright.models.loss import (
     LmHead,
-    LossConfig,
     LossSums,
     lm_logits,
     next_token_log_probs,
     next_token_loss,
 )
+from meshwright.models.settings import LossConfig
 from meshwright.models.states import KeptKeys, PagedCache
 from meshwright.ops import Rope, all_gather, embed
 from meshwright.ops.attention import ContextParallel, Mask, attention

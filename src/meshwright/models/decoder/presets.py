@@ -69,6 +69,15 @@ def _llama2(layers: int, embed: int, heads: int, kv_heads: int, mlp: int) -> Dec
     return DecoderConfig(32000, layers, embed, heads, kv_heads, 128, mlp, max_seq=4096)
 
 
+def _lwm(
+    layers: int, embed: int, heads: int, mlp: int, max_seq: int = 2048, norm_eps: float = 1e-6
+) -> DecoderConfig:
+    """A size of LWM's and EasyLM's, which call it 7b."""
+    return DecoderConfig(
+        32000, layers, embed, heads, heads, embed // heads, mlp, max_seq=max_seq, norm_eps=norm_eps
+    )
+
+
 def _mistral(vocab: int, theta: float, window: int | None) -> DecoderConfig:
     return DecoderConfig(
         vocab, 32, 4096, 32, 8, 128, 14336,
@@ -126,6 +135,13 @@ PRESETS: Mapping[str, DecoderConfig] = MappingProxyType(
         "llama-3.1-405b": _llama3(126, 16384, 128, 53248),
         "llama-3.2-1b": _llama3(16, 2048, 32, 8192, head_dim=64, factor=32.0, tied=True),
         "llama-3.2-3b": _llama3(28, 3072, 24, 8192, factor=32.0, tied=True),
+        "lwm-200m": _lwm(14, 1024, 8, 2048),
+        "lwm-1b": _lwm(22, 2048, 16, 5504),
+        "lwm-3b": _lwm(26, 3200, 32, 8640),
+        "lwm-7b": _lwm(32, 4096, 32, 11008, max_seq=4096),
+        "lwm-13b": _lwm(40, 5120, 40, 13824),
+        "lwm-30b": _lwm(60, 6656, 52, 17920),
+        "lwm-65b": _lwm(80, 8192, 64, 22016, norm_eps=1e-5),
         "mistral-7b": _mistral(32000, 10000.0, 4096),
         "mistral-7b-v0.3": _mistral(32768, 1000000.0, None),
         "qwen2.5-0.5b": _qwen(

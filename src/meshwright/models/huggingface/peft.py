@@ -19,10 +19,12 @@ from meshwright.hub import hub_name
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.huggingface.arrays import HfArray, HfModel
 from meshwright.models.huggingface.fields import read_hf_config
-from meshwright.models.lora import ADAPTER, LoraConfig
+from meshwright.models.lora import ADAPTER
 from meshwright.models.safetensors_read import read_header
+from meshwright.models.settings import LoraConfig
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _EXPERTS = "mlp.experts"  # the module in a layer, whatever files call it
 # the parameters of experts, and what of ours they hold; PEFT wraps the first, then the second

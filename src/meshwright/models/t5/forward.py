@@ -27,7 +27,8 @@ from meshwright.models.blocks import (
 )
 from meshwright.models.compute import Compute
 from meshwright.models.lora import adapted_layers, token_noise
-from meshwright.models.loss import LmHead, LossConfig, LossSums, lm_logits, next_token_loss
+from meshwright.models.loss import LmHead, LossSums, lm_logits, next_token_loss
+from meshwright.models.settings import LossConfig
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
 from meshwright.models.t5.state import T5PagedCache

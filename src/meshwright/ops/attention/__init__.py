@@ -12,7 +12,7 @@ from meshwright.ops.attention.attention import Segments, attention, split_of
 from meshwright.ops.attention.block import Call
 from meshwright.ops.attention.blockwise import BLOCK_QUERIES
 from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
-from meshwright.ops.attention.kernels import KERNELS, choose
+from meshwright.ops.attention.kernels import KERNELS, choose, explain_kernel
 from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.attention.order import from_zigzag, to_zigzag
 from meshwright.ops.attention.paged import (
@@ -65,6 +65,7 @@ __all__ = [
     "choose",
     "choose_paged",
     "choose_strategy",
+    "explain_kernel",
     "explain_strategy",
     "fill_pages",
     "from_zigzag",

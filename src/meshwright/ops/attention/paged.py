@@ -265,6 +265,8 @@ def choose_paged(call: PagedCall, kernel: str = "auto") -> str:
     for name in KERNELS if kernel == "auto" else [kernel]:
         why = KERNELS[name].refuses(call)
         if why is None:
+            # of another machine's kernels nothing is to be said
+            reasons = [] if call.platform == "cpu" else reasons
             _say(f"paged attention: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
             return name
         reasons.append(f"not {name}: {why}")

@@ -2,6 +2,7 @@
 
 from meshwright.planner.report.comparison import (
     comparison_data,
+    comparison_page,
     comparison_report,
     curve_lines,
 )
@@ -13,6 +14,7 @@ from meshwright.planner.report.terminal import report
 
 __all__ = [
     "comparison_data",
+    "comparison_page",
     "comparison_report",
     "curve_lines",
     "explain",

@@ -1,12 +1,13 @@
-"""Machines compared, in the terminal and as data."""
+"""Machines compared, in the terminal, as a page and as data."""
 
 import math
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.machines import Machine
 from meshwright.planner.machines_compared import Comparison, Offer
-from meshwright.planner.report.phrases import folded, short_mesh
+from meshwright.planner.report.phrases import derivation, folded, short_mesh
 from meshwright.present import (
     Column,
     Row,
@@ -17,6 +18,7 @@ from meshwright.present import (
     duration_text,
     paragraph,
     percent,
+    render,
 )
 from meshwright.training import settings_flags
 
@@ -28,35 +30,65 @@ Curve = list[tuple[Machine, float, float]]
 BAR = 24  # characters
 
 
-def comparison_report(found: Comparison, width: int = 120, points: Curve | None = None) -> "Group":
-    """One line for each machine, the best first; then how the best scales, and what to type."""
-    from rich.console import Group
-    from rich.text import Text
+def comparison_page(found: Comparison, points: Curve | None = None) -> str:
+    """The same as one HTML page, with every reason in full; it needs nothing from outside."""
+    asked = f"{amount(found.run.tokens)} tokens{_limits(found)}"
+    return render(
+        Path(__file__).with_name("comparison.html"),
+        title=f"{found.config.model or 'a model'}: {asked}",
+        data={"next": [_command(found, one) for one in found.offers[:1]]},
+        about=_heading(found),
+        columns=[(column.name, not column.right) for column in _COLUMNS],
+        offers=[(_cells(one), one.estimate.reason) for one in found.offers],
+        refused=[(one.name, one.why) for one in found.refused],
+        why=why(found),
+        curve=curve_cells(points or []),
+    )
 
+
+def curve_cells(points: Curve) -> list[tuple[str, str, str, str, float]]:
+    """Machine, chips, tokens/s and MFU in words, and MFU as a number, for pages."""
+    return [
+        (str(machine), f"{machine.num_chips:,}", amount(rate), percent(mfu), round(mfu, 4))
+        for machine, rate, mfu in points
+    ]
+
+
+def _heading(found: Comparison) -> str:
     config, run = found.config, found.run
-    tokens = amount(run.tokens)
-    title = Text()
-    title.append(config.model or "a model", style="bold")
-    title.append(f": {tokens} tokens{_limits(found)}")
-    step = f"batch {config.batch:,} × {config.seq:,} tokens"
     first = "cheapest first" if found.best.cost is not None else "shortest first"
     if run.budget < math.inf and run.within == math.inf:
         first = "fastest first"
     times = f"; times are an estimate for {found.like}" if found.like else ""
-    heading = f"{step}; fastest mesh of each; {first}{times}"
-    parts: list[RenderableType] = [title, Text(heading), Text("")]
+    step = f"batch {config.batch:,} × {config.seq:,} tokens"
+    return f"{step}; fastest mesh of each; {first}{times}"
+
+
+_COLUMNS = [
+    Column("machine", right=False, style="bold"), Column("chips"),
+    Column("mesh", right=False, importance=5), Column("tokens/s"),
+    Column("MFU", importance=3), Column("goodput", importance=1), Column("time"),
+    Column("cost"), Column("$/chip·h", importance=2),
+    Column("bound", right=False, importance=4),
+]  # fmt: skip
+
+
+def comparison_report(
+    found: Comparison, width: int = 120, points: Curve | None = None, *, top: int | None = None
+) -> "Group":
+    """One line for each machine, the best first; then how the best scales, and what to type."""
+    from rich.console import Group
+    from rich.text import Text
+
+    title = Text()
+    title.append(found.config.model or "a model", style="bold")
+    title.append(f": {amount(found.run.tokens)} tokens{_limits(found)}")
+    parts: list[RenderableType] = [title, Text(_heading(found)), Text("")]
     rows = [
         Row(_cells(one), style="green" if number == 0 else "")
-        for number, one in enumerate(found.offers)
+        for number, one in enumerate(found.offers[:top])
     ]
-    columns = [
-        Column("machine", right=False, style="bold"), Column("chips"),
-        Column("mesh", right=False, importance=5), Column("tokens/s"),
-        Column("MFU", importance=3), Column("goodput", importance=1), Column("time"),
-        Column("cost"), Column("$/chip·h", importance=2),
-        Column("bound", right=False, importance=4),
-    ]  # fmt: skip
-    parts += aligned(columns, rows, width)
+    parts += aligned(_COLUMNS, rows, width)
     if found.refused:
         parts += [Text(""), Text("not possible", style="bold")]
         parts += [paragraph(f"{one.name}: {one.why}", width, hanging=4) for one in found.refused]
@@ -93,17 +125,13 @@ def _cells(one: Offer) -> list[str]:
 def why(found: Comparison) -> str:
     """The numbers of the first machine, step by step."""
     run, best = found.run, found.best
-    text = (
+    steps = (
         f"{best.machine}: {amount(run.tokens)} tokens / {amount(best.tokens_per_second)} a second "
         f"/ goodput {best.goodput:.3f} = {best.seconds / 3600:,.1f} hours"
     )
-    if best.price is not None and best.cost is not None:
-        text += (
-            f"; × {count(best.machine.num_chips, 'chip')} × ${best.price.dollars:.4g} = "
-            f"${best.cost:,.0f} ({best.price.instance}: {best.price.source}"
-            f"{', ' * bool(best.price.date)}{best.price.date})"
-        )
-    return f"{text}. {best.estimate.reason}"
+    chips = f"; × {count(best.machine.num_chips, 'chip')}"
+    cost = "" if best.cost is None else f"{best.cost:,.0f}"
+    return derivation(steps, chips, cost, best.price, best.estimate.reason)
 
 
 def curve_lines(points: Curve, width: int) -> "list[RenderableType]":

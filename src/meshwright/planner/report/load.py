@@ -4,7 +4,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.load import Deployment, Deployments, Load
-from meshwright.planner.report.phrases import folded, short_mesh
+from meshwright.planner.report.phrases import derivation, folded, short_mesh
 from meshwright.present import (
     Column,
     Row,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
 
-def load_report(found: Deployments, width: int = 120) -> "Group":
+def load_report(found: Deployments, width: int = 120, *, top: int | None = None) -> "Group":
     """One line for each machine, the cheapest first; then why, and what to type."""
     from rich.console import Group
     from rich.text import Text
@@ -39,12 +39,12 @@ def load_report(found: Deployments, width: int = 120) -> "Group":
         Column("replica", right=False, style="bold"),
         Column("mesh", right=False, importance=3),
         Column("batch", importance=4), Column("replicas"), Column("chips"),
-        Column("first p50"), Column(at), Column("token p50"), Column(at),
+        Column("first p50"), Column(f"first {at}"), Column("token p50"), Column(f"token {at}"),
         Column("req/s each", importance=2), Column("$/h"), Column("$/M tokens"),
     ]  # fmt: skip
     rows = [
         Row(_cells(one, load), style="green" if number == 0 else "")
-        for number, one in enumerate(found.found)
+        for number, one in enumerate(found.found[:top])
     ]
     parts += aligned(columns, rows, width)
     if found.refused:
@@ -77,18 +77,14 @@ def _why(found: Deployments) -> str:
     load, best = found.load, found.best
     replicas, chips = count(best.replicas, "replica"), count(best.machine.num_chips, "chip")
     rate, tokens = load.rate / best.replicas, load.rate * load.output / best.replicas
-    text = (
+    steps = (
         f"{best.machine}: a replica serves {best.highest_rate:.3g} requests/s with these waits; "
         f"{load.rate:g} / {best.highest_rate:.3g}, rounded up: {replicas} of {chips}, with "
         f"{rate:.3g} requests/s and {amount(tokens)} tokens/s"
     )
-    if best.price is not None and best.dollars_per_hour is not None:
-        text += (
-            f"; {count(best.chips, 'chip')} × ${best.price.dollars:.4g} = "
-            f"${best.dollars_per_hour:,.2f} an hour ({best.price.instance}: {best.price.source}"
-            f"{', ' * bool(best.price.date)}{best.price.date})"
-        )
-    return f"{text}. {best.estimate.reason}"
+    hourly = best.dollars_per_hour
+    cost = f"; {count(best.chips, 'chip')}", "" if hourly is None else f"{hourly:,.2f} an hour"
+    return derivation(steps, *cost, best.price, best.estimate.reason)
 
 
 def _command(best: Deployment, load: Load) -> str:

@@ -1,11 +1,13 @@
 """One self-contained HTML page of a plan: its table, memory, time, roofline, the machine."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from meshwright.meshes import mesh as build_mesh
+from meshwright.planner.machines_compared import Size
 from meshwright.planner.report import rates
-from meshwright.planner.report.comparison import Curve
+from meshwright.planner.report.comparison import Curve, curve_cells
 from meshwright.planner.report.phrases import group_headings, next_commands, settings, short_mesh
 from meshwright.planner.result import Estimate, Plan
 from meshwright.planner.step import StepModel
@@ -26,8 +28,11 @@ DETAILED = 40  # meshes whose every transfer is on the page; the others' are sum
 PLACED = 8  # meshes that are drawn on the machine: each lists all its devices
 
 
-def page(plan: Plan, points: Curve | None = None) -> str:
-    """The page's HTML; it needs nothing from outside. `points`: how tokens/s and MFU scale."""
+def page(plan: Plan, points: Curve | None = None, sizes: Sequence[Size] = ()) -> str:
+    """The page's HTML; it needs nothing from outside.
+
+    `points`: how tokens/s and MFU scale; `sizes`: other numbers of chips and batches, to slide to.
+    """
     workload = plan.workload
     title = f"{workload.config.model or 'a model'} on {plan.machine}"
     size = f"batch {workload.batch:,} × {workload.seq:,} tokens"
@@ -36,11 +41,9 @@ def page(plan: Plan, points: Curve | None = None) -> str:
     return render(
         TEMPLATE,
         title=title,
-        data=page_data(plan),
-        curve=[
-            (str(machine), f"{machine.num_chips:,}", amount(rate), percent(mfu), round(mfu, 4))
-            for machine, rate, mfu in points or []
-        ],
+        data=page_data(plan) | {"sizes": [_size(one) for one in sizes]},
+        data_sizes=bool(sizes),
+        curve=curve_cells(points or []),
         about=" · ".join(["serving" if workload.engine else optimizer, *about]),
         summary=_summary(plan),
         warnings=plan.warnings,
@@ -62,6 +65,8 @@ def page_data(plan: Plan) -> dict[str, Any]:
             "wraps": list(machine.wraps) if machine.is_tpu else [],
             "slices": machine.slices,
         },
+        "chips": machine.num_chips,
+        "batch": plan.config.batch,
         "peak": rates.peak_flops(plan),
         "memoryBandwidth": rates.memory_bandwidth(plan),
         "linkBandwidth": rates.link_bandwidth(plan),
@@ -74,6 +79,18 @@ def page_data(plan: Plan) -> dict[str, Any]:
             [short_mesh(one.choice), one.why, one.memory.total if one.memory else None]
             for one in plan.refused
         ],
+    }
+
+
+def _size(one: Size) -> dict[str, Any]:
+    return {
+        "machine": str(one.machine),
+        "chips": one.machine.num_chips,
+        "batch": one.batch,
+        "mesh": short_mesh(one.estimate.choice),
+        "tokens": one.tokens_per_second,
+        "mfu": one.estimate.mfu,
+        "step": one.estimate.step_seconds,
     }
 
 

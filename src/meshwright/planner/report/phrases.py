@@ -4,6 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
+from meshwright.machines import Price
 from meshwright.models import family_of
 from meshwright.planner.result import Plan, Refusal
 from meshwright.planner.search import UNCERTAINTY
@@ -147,3 +148,12 @@ def groups_of(refused: Iterable[Refusal]) -> list[tuple[Sequence[Refusal], bool]
         groups.setdefault((pattern, by_memory), []).append(one)
     ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
     return [(members, by_memory) for (_, by_memory), members in ordered]
+
+
+def derivation(steps: str, chips: str, cost: str, price: Price | None, reason: str) -> str:
+    """How an answer came about: its steps, what so many chips cost and where that is from, why."""
+    if price is None or not cost:
+        return f"{steps}. {reason}"
+    dated = f", {price.date}" if price.date else ""
+    of_price = f"{chips} × ${price.dollars:.4g} = ${cost} ({price.instance}: {price.source}{dated})"
+    return f"{steps}{of_price}. {reason}"

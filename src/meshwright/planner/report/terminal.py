@@ -1,6 +1,7 @@
 """A plan in the terminal: the ranked meshes, what was refused, and what to type next."""
 
 import dataclasses
+import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ from meshwright.present import (
     paragraph,
     percent,
     seconds_text,
+    table_html,
+    text_html,
 )
 from meshwright.training import with_settings
 
@@ -123,7 +126,36 @@ def _optimizer(plan: Plan) -> str:
     )
 
 
+def plain_report(plan: Plan, width: int = 120) -> str:
+    """The report as text: what `print(plan)` shows."""
+    from rich.console import Console
+
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    with console.capture() as shown:
+        console.print(report(plan, width))
+    return "\n".join(line.rstrip() for line in shown.get().splitlines())
+
+
+def notebook(plan: Plan, top: int = 8) -> str:
+    """The ranked meshes and what to type next, as HTML."""
+    lines = [str(line) for line in _header(plan)]
+    hidden = len(plan.ranked) - top
+    more = [f"… and {meshes(hidden)} after these"] if hidden > 0 else []
+    more += [f"{meshes(len(plan.refused))} refused"] if plan.refused else []
+    commands = next_commands(plan, plan.best.choice)
+    warnings = [f"warning: {warning}" for warning in plan.warnings]
+    return (
+        text_html(*lines, *warnings)
+        + table_html(*_ranked_table(plan, top))
+        + text_html(*more, "next:", *commands)
+    )
+
+
 def _ranked(plan: Plan, width: int, top: int) -> "list[RenderableType]":
+    return aligned(*_ranked_table(plan, top), width)
+
+
+def _ranked_table(plan: Plan, top: int) -> tuple[list[Column], list[Row]]:
     shown = _columns(plan)
     headings = group_headings(plan)
     rows = [
@@ -135,7 +167,7 @@ def _ranked(plan: Plan, width: int, top: int) -> "list[RenderableType]":
         )
         for rank, one in enumerate(plan.ranked[:top], 1)
     ]
-    return aligned([Column("#"), *(column for column, _ in shown)], rows, width)
+    return [Column("#"), *(column for column, _ in shown)], rows
 
 
 def _columns(plan: Plan) -> list[tuple[Column, Callable[[Estimate], str]]]:

@@ -213,7 +213,7 @@ def _sent(step: StepModel, tokens: int) -> Iterator[Collective]:
 
 def work(step: StepModel) -> Work:
     """The work of a decode step; `sequences`: logits, choice of a token, the host's account."""
-    number, machine = step.number, step.machine
+    number = step.number
     many = places(step.workload, step.choice)
     sequences = number(many, "sequences")
     bandwidth = _bandwidth(step)
@@ -221,7 +221,7 @@ def work(step: StepModel) -> Work:
     met = _met(step, step.sizes.generating) + _head(step) + _slots(step)
     flops = 2 * met * sequences
     cache = _cache_bytes(step)
-    rate = efficiency.matmul(machine.chip, many)
+    rate = _matmul(step, many)
     parts = {
         "weights": max(read / bandwidth, flops / _peak(step, rate)),
         "cache": cache / bandwidth,
@@ -319,14 +319,14 @@ class Costs:
 
 def _chunk_step(step: StepModel, chunk: int) -> Number:
     """Seconds of a step with a chunk, without attention: places of the batch are computed too."""
-    device, number, machine = step.device, step.number, step.machine
+    device, number = step.device, step.number
     sizes, many, tp = step.sizes, places(step.workload, step.choice), step.choice.size("tp")
     tokens = number(chunk + many, "tokens")
     bandwidth = _bandwidth(step)
     read = _weight_bytes(step, chunk + many)
     head = _head(step) * number(many + 1, "tokens")
     flops = 2 * (_met(step, sizes.stacks) * tokens + head)
-    rate = efficiency.PREFILL * efficiency.matmul(machine.chip, chunk + many)
+    rate = efficiency.PREFILL * _matmul(step, chunk + many)
     numbers = 0.0
     for stack in sizes.stacks:
         heads = sum(block.inner for block in stack.blocks if block.attention)
@@ -422,6 +422,23 @@ def _bandwidth(step: StepModel) -> Number:
     chip = step.machine.chip
     bandwidth = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
     return step.number(bandwidth, "bytes/s")
+
+
+def _matmul(step: StepModel, tokens: int) -> float:
+    """Of the peak, in matmuls of so many tokens.
+
+    Where GPUs have fp8 units, weights of fp8 meet activations of fp8, but for those that tp sums
+    over: see ops/quantized.py.
+    """
+    chip = step.machine.chip
+    rate = efficiency.matmul(chip, tokens)
+    if step.choice.weights != "fp8" or chip.platform != "gpu" or not chip.fp8_flops:
+        return rate
+    matrices = [matrix for stack in step.sizes.stacks for matrix in stack.of_kind("matrix")]
+    all_of_them = sum(matrix.weights for matrix in matrices)
+    summed = sum(matrix.weights for matrix in matrices if matrix.adds_to_residual)
+    as_before = summed / all_of_them if step.choice.size("tp") > 1 else 0.0
+    return rate / (as_before + (1 - as_before) * efficiency.FP8_SERVED)
 
 
 def _peak(step: StepModel, share: float) -> Number:

@@ -64,7 +64,8 @@ class LiveLine:
     """`update(metrics)` after each step, in process 0; `close()`, or use it in `with`.
 
     On a terminal with rich: one line that is rewritten in place, and `print` writes above it.
-    Elsewhere: a plain line at the first and the last step and every `every_s` seconds.
+    Elsewhere: a plain line at the first and the last step and every `every_s` seconds. The steps
+    are those after `first`.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class LiveLine:
         every_s: float = PLAIN_EVERY_S,
         file: TextIO | None = None,
         shown: bool = True,
+        first: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total = total_steps
@@ -84,10 +86,22 @@ class LiveLine:
         self._last = ""
         self._printed = ""
         self._live = _rich_live(self._file) if shown else None
+        self._silence = contextlib.ExitStack()
+        self._wait(first + 1)
+
+    def _wait(self, step: int) -> None:
+        """Say that a step takes long, until it is known how long steps take."""
+        self._silence.close()
+        if self._live is None and self._shown:
+            self._silence.enter_context(_repeated(f"step {step:,}", self._file, at_once=False))
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         if not self._shown:
             return
+        if "step_seconds" in metrics:
+            self._silence.close()
+        else:
+            self._wait(int(metrics["step"]) + 1)
         self._last = metrics_text(metrics, self._total)
         if self._live is not None:
             self._live.update(_styled(self._last))
@@ -103,6 +117,7 @@ class LiveLine:
 
     def finish(self) -> None:
         """The line of the last step stays; what is printed from now on comes after it."""
+        self._silence.close()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -128,13 +143,13 @@ class LiveLine:
 
 @contextlib.contextmanager
 def waiting_line(
-    activity: str, *, shown: bool = True, file: TextIO | None = None
+    activity: str, *, shown: bool = True, at_once: bool = True, file: TextIO | None = None
 ) -> Iterator[None]:
-    """`compiling … 12 s` while the block runs: counted up on a terminal, else ever rarer lines."""
+    """`compiling … 12 s` while the block runs: counted up on a terminal, else lines."""
     file = file or sys.stdout
     live = _rich_live(file, transient=True) if shown else None
     if live is None:
-        with _repeated(activity, file) if shown else contextlib.nullcontext():
+        with _repeated(activity, file, at_once) if shown else contextlib.nullcontext():
             yield
         return
     start = time.monotonic()
@@ -151,8 +166,8 @@ def waiting_line(
 
 
 @contextlib.contextmanager
-def _repeated(activity: str, file: TextIO) -> Iterator[None]:
-    """Print the activity at once and, while the block runs, again after 4, 8, 12, 18, 27, … s."""
+def _repeated(activity: str, file: TextIO, at_once: bool = True) -> Iterator[None]:
+    """Print the activity at once and, while the block runs, every 4 s; after a minute rarer."""
     done = threading.Event()
 
     def repeat() -> None:
@@ -161,9 +176,10 @@ def _repeated(activity: str, file: TextIO) -> Iterator[None]:
         while not done.wait(pause):
             elapsed = time.monotonic() - start
             print_line(f"{activity} … {elapsed:.0f} s", file)
-            pause = max(REPEATED_AFTER_S, elapsed / 2)
+            pause = max(REPEATED_AFTER_S, elapsed / 15)
 
-    print_line(f"{activity} …", file)
+    if at_once:
+        print_line(f"{activity} …", file)
     thread = threading.Thread(target=repeat, name=activity, daemon=True)
     thread.start()
     try:

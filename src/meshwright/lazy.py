@@ -1,0 +1,64 @@
+"""Packages whose names are imported when they are first used.
+
+Such a package writes its names once, as imports under `if TYPE_CHECKING:`, and ends with
+
+    import_when_used(__name__)
+"""
+
+import sys
+from types import ModuleType
+
+TYPE_CHECKING = False  # as typing's, whose import takes longer than all that is done here
+if TYPE_CHECKING:
+    from typing import Any
+
+_read: "dict[str, dict[str, tuple[str, str]]]" = {}  # what each package's file says
+
+
+class LazyPackage(ModuleType):
+    """A package that imports a name from the module that its file says, when it is asked for it."""
+
+    def __getattr__(self, name: str) -> "Any":
+        import importlib
+
+        homes = _homes(str(self.__file__))
+        if name not in homes:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        module, own_name = homes[name]
+        if module == self.__name__:
+            value: Any = importlib.import_module(f"{module}.{own_name}")
+        else:
+            value = getattr(importlib.import_module(module), own_name)
+        self.__dict__[name] = value
+        return value
+
+    def __setattr__(self, name: str, value: "Any") -> None:
+        # Python sets a submodule that is imported: abstract_step the function stays what it is
+        if not (isinstance(value, ModuleType) and name in _homes(str(self.__file__))):
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_homes(str(self.__file__))})
+
+
+def import_when_used(package: str) -> None:
+    """Make a package import what its file imports under `if TYPE_CHECKING:` when it is used."""
+    sys.modules[package].__class__ = LazyPackage
+
+
+def _homes(file: str) -> dict[str, tuple[str, str]]:
+    """The module of each name of a package, and the name there."""
+    if file not in _read:
+        import ast
+
+        with open(file, encoding="utf-8") as source:
+            tree = ast.parse(source.read())
+        _read[file] = {
+            alias.asname or alias.name: (str(node.module), alias.name)
+            for block in tree.body
+            if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+            for node in block.body
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+    return _read[file]

@@ -1,0 +1,45 @@
+"""A mistaken command line is one sentence that says what to do, and status 2."""
+
+import pytest
+
+from meshwright.cli.commands import run
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train", "MODEL is missing; write meshwright train MODEL"),
+        ("train tiny --run=", "--run: the path is empty"),
+        ("train tiny --stepz 3 --bathc 4", "did you mean '--steps'?; meshwright train has no option --bathc"),
+        ("train tiny -steps 3", "has no option -steps; did you mean '--steps'?"),
+        ("train tiny --batch 1e99", "must fit in 64 bits"),
+        ("train tiny --optimizer.learning-rate fast", "'fast' is not a number"),
+        ("audit tiny --mesh dp=16 --batch 16 --seq 16 --compute.experts ring", "compute.experts=ring: tiny has no experts"),
+        ("plan tiny", "add --on v5p:4x4x4 (or h100:8, here …) and --batch 256 and --seq 4096"),
+        ("plan --on h100:8 --seq 4k", "add a model, such as llama-3.1-8b and --batch 256"),
+        ("plan tiny --on h100:8 --requests 20 --prompt 1000", "add --serve and --output 200"),
+        ("plan tiny --requests 20", "add --on v5p:4x4x4 (or h100:8, here …) and --serve and --prompt 1000"),
+        ("plan tiny --on cpu:8 --batch 8 --seq 64 --loss.router-z 0.1", "loss.router_z=0.1: tiny has no experts"),
+        ("plan tiny --on cpu:8 --batch 8 --seq 64 --loss.load-balance 1", "loss.load_balance=1.0: tiny has"),
+        ("plan tiny --on cpu:8 --batch 8 --seq 64 --like nemo", "'nemo' is not a stack"),
+        ("prove --on cpu:8", "MODEL is missing; write meshwright prove MODEL"),
+        ("prove tiny --serve", "add --on h100:8 and --batch 32 and --seq 2048"),
+        ("audit --mesh fsdp=8", "MODEL is missing; write meshwright audit MODEL"),
+        ("serve tiny", "tiny is a preset, which has sizes and no weights"),
+        ("serve x --port abc", "--port: 'abc' is not a whole number"),
+        ("generate tiny --prompt x --max-new 1.5", "--max-new: '1.5' is not a whole number"),
+        ("export tiny", "OUT is missing; write meshwright export RUN OUT"),
+        ("data pack", "FILES and --out FOLDER are missing"),
+        ("doctor now", "'now' is too much: write meshwright doctor and options"),
+        ("models zzz", "no preset has 'zzz' in its name"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_sentence(
+    words: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(words.split())
+    assert ended.value.code == 2
+    *_, said = capsys.readouterr().err.strip().splitlines()
+    assert said.startswith("error: ")
+    assert says in said
