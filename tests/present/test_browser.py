@@ -71,7 +71,7 @@ def machines(folder: Path) -> str:
 PAGES: dict[str, tuple[Callable[[Path], str], str]] = {
     "run": (run, "30.0 of 80.0 GiB"),
     "show": (show, "b@tp"),
-    "data": (data, "13 × 0"),
+    "data": (data, "tokens with loss"),
     "plan": (plan, "fsdp"),
     "machines": (machines, "h100"),
 }
@@ -180,7 +180,7 @@ def test_the_torus_turns_and_tells_without_a_mouse(page: Any, tmp_path: Path) ->
         )
 
     panel, drawn = page.locator("#panel").bounding_box(), page.locator("#torus g").bounding_box()
-    assert max(drawn["width"] / panel["width"], drawn["height"] / (0.72 * 720)) > 0.75, "it fills"
+    assert max(drawn["width"] / panel["width"], drawn["height"] / (0.55 * 720)) > 0.75, "it fills"
     first = places()
     assert len({tuple(place) for place in first}) == 128
     page.locator("#torus").focus()
@@ -206,3 +206,13 @@ def test_the_torus_turns_and_tells_without_a_mouse(page: Any, tmp_path: Path) ->
     assert "a 0:256, b 0:128" in page.locator("#told").inner_text()
     page.keyboard.press("Escape")
     assert "Point at a device" in page.locator("#told").inner_text()
+
+
+def test_tokens_and_weights_are_shown_without_a_mouse(page: Any, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(data(tmp_path), encoding="utf-8")
+    page.goto(file.as_uri())
+    assert "weight 0" not in page.locator("#documents").inner_text()
+    page.get_by_label("tokens and weight of each part").check()
+    assert "[13 tokens, weight 0]" in page.locator("#documents").inner_text()
+    assert "[1 token, weight 1]" in page.locator("#documents").inner_text()

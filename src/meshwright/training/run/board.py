@@ -87,10 +87,11 @@ def board_page(folders: Sequence[Path], compared: Sequence[str] | None = None) -
     """The board's HTML; `compared` are the runs in its charts, by default the newest ones."""
     runs = find_runs(folders)
     listed = [_entry(name, folder) for name, folder in runs.items()]
-    listed.sort(key=lambda entry: -entry["changed"])
+    # the order does not change while runs write: by when they started, running ones first
+    listed.sort(key=lambda entry: (entry["state"] != "running", -entry["started"]))
     names = [entry["name"] for entry in listed]
     chosen = names[:4] if compared is None else [name for name in names if name in compared]
-    chosen = chosen[:COMPARED]
+    chosen = sorted(chosen[:COMPARED])  # so that a run keeps its colour
     data = {
         "runs": [{"name": name, "curves": digest(runs[name]).curves} for name in chosen],
         "everyMs": EVERY_S * 1000,
@@ -109,13 +110,11 @@ def board_page(folders: Sequence[Path], compared: Sequence[str] | None = None) -
 
 def _entry(name: str, folder: Path) -> dict[str, Any]:
     read = digest(folder)
-    changed = 0.0
-    with contextlib.suppress(OSError):
-        changed = (folder / METRICS).stat().st_mtime
+    changed, started = _modified(folder / METRICS), _modified(folder / "config.json")
     entry = {
         "name": name,
         "address": f"run/{quote(name, safe='')}/",
-        "changed": changed,
+        "started": started or changed,
         "ago": f"{duration_text(max(0.0, time.time() - changed))} ago" if changed else "",
     }
     try:
@@ -128,6 +127,13 @@ def _entry(name: str, folder: Path) -> dict[str, Any]:
         "progress": progress_text(status, read.last),
         "numbers": read.numbers,
     }
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 class Board:
@@ -183,8 +189,9 @@ def _handler(folders: tuple[Path, ...]) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Security-Policy", CONTENT_POLICY)
             self.send_header("X-Content-Type-Options", "nosniff")
             self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # a browser that has left
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: Any) -> None:
             pass  # polls are no news
