@@ -101,7 +101,7 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 
 test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/pytest tests/evaluate/test_tasks.py tests/serving/server/test_lm_eval.py \
-	  tests/serving/server/test_litellm.py tests/serving/server/test_page.py \
+	  tests/serving/server/test_litellm.py tests/serving/server/test_page.py tests/present/test_browser.py \
 	  tests/training/run/test_trackers.py \
 	  tests/ops/attention/test_tpu_compiler.py tests/training/test_micro_batches_on_tpus.py \
 	  tests/training/test_overlap.py

@@ -73,7 +73,9 @@ runInNewContext(script, {document, addEventListener: (kind, call) => body.addEve
 
 const drawn = [...body.inside()].map(one => ({tag: one.tag, in: one.parent.attributes.id, text: one.textContent, ...one.attributes}));
 const fired = [];
-for (const element of [body, ...body.inside()]) for (const [kind, call] of element.listeners) {
+const listeners = [body, ...body.inside()].flatMap(element => element.listeners.map(([kind, call]) => [element, kind, call]));
+listeners.sort((a, b) => (b[1] === "mouseenter") - (a[1] === "mouseenter"));  // others draw anew, or pin
+for (const [element, kind, call] of listeners) {
   if (!element.attached) continue;  // an earlier call drew anew
   if (kind === "change") element.checked = true;
   const target = kind === "pointerover" ? element.querySelector(".device") : element;

@@ -119,7 +119,7 @@ def test_the_page_of_a_run_draws_its_points(steps: int, tmp_path: Path) -> None:
     assert len(of(drawn, "section", "chart")) == (2 if steps else 0)
     assert len(of(drawn, "line", "lost")) == (steps >= 7)
     if steps == 50:
-        dots = [one for one in of(drawn, "circle") if "accent" in one["style"]][:49]
+        dots = [one for one in of(drawn, "circle") if "curve-0" in one["style"]][:49]
         heights = [float(one["cy"]) for one in dots]
         assert heights == sorted(heights), "the loss falls, so the points go down the page"
         # a point is as far down as its loss is low

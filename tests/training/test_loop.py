@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -116,7 +117,8 @@ def test_a_signal_in_the_loop_saves_and_ends_with_zero(
     assert f"saved step {steps[-1]} ({name})" in out
     assert Checkpoints(run / "checkpoints").latest() == steps[-1]
     assert "eval loss" not in out, "who sends a signal does not wait for long"
-    assert (run / "run.html").exists()
+    assert "finished</span>" not in (page := (run / "run.html").read_text())
+    assert f"stopped</span> step {steps[-1]:,} of 100,000: {name}" in page
 
 
 @pytest.mark.slow
@@ -214,6 +216,9 @@ def test_steps_that_are_not_finite_are_skipped_and_end_the_run(
     assert "weights are not saved" in said
     records = read_metrics(run).records
     assert records[-1]["skipped_steps"] >= 3
+    assert re.search(
+        r"failed</span> step \d+ of \d+: 3 consecutive", (run / "run.html").read_text()
+    )
 
 
 def test_a_save_that_fails_is_told_and_the_next_one_is_made(

@@ -55,6 +55,7 @@ COMMANDS = {
         "upgrade", "Verify a store packed by an older version, and add block checksums.", "data"
     ),
     "train": Command("train_command", "Train a language model on any mesh.", reads_words=True),
+    "board": Command("board", "Show the runs of a folder on one page, live, and compare them."),
     "eval": Command("evaluate", "Evaluate the model of a run or of a Hugging Face folder."),
     "generate": Command(
         "generate", "Generate text with the model of a training run or of a Hugging Face folder."

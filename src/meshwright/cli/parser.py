@@ -44,7 +44,7 @@ _METAVARS = {
     "steps": "STEPS", "step": "STEP", "stop_at": "STEP", "store": "STORE", "submesh": "X,Y,Z,CORES",
     "targets": "NAME", "tasks": "TASKS", "tokenizer": "TOKENIZER", "trainable": "REGEX",
     "wandb": "PROJECT", "warmup_steps": "STEPS", "api_key_file": "FILE", "allow_origin": "ORIGIN",
-    "api_key": "KEY", "choices": "FILE", "resume_from": "STEP",
+    "api_key": "KEY", "choices": "FILE", "resume_from": "STEP", "runs": "FOLDER",
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from meshwright.present.numbers import (
     percent,
     seconds_text,
 )
-from meshwright.present.page import render, write_page
+from meshwright.present.page import CONTENT_POLICY, render, write_page
 from meshwright.present.tables import (
     Column,
     Row,
@@ -29,8 +29,8 @@ from meshwright.present.tables import (
 )
 
 __all__ = [
-    "GIB", "Column", "Row", "aligned", "amount", "bar", "bytes_text", "count", "count_text",
-    "duration_text", "gib", "mesh_text", "nearest_multiples", "omitted_columns", "paragraph",
-    "percent", "render", "seconds_text", "table_html", "table_markdown", "table_text",
+    "CONTENT_POLICY", "GIB", "Column", "Row", "aligned", "amount", "bar", "bytes_text", "count",
+    "count_text", "duration_text", "gib", "mesh_text", "nearest_multiples", "omitted_columns",
+    "paragraph", "percent", "render", "seconds_text", "table_html", "table_markdown", "table_text",
     "text_html", "wrapped", "write_page",
 ]  # fmt: skip

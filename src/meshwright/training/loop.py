@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,7 +33,10 @@ from meshwright.training.config import DPO, LATEST, NONE, TrainConfig, config_to
 from meshwright.training.optimizer_config import DEFAULT_WARMUP
 from meshwright.training.resume import check_resume, resume_command, resume_step
 from meshwright.training.run import (
+    ENDED,
+    RESUMED,
     LiveLine,
+    LivePage,
     LostFolderError,
     MetricsLog,
     StepClock,
@@ -95,7 +99,9 @@ class Loop:
         self.warned = False  # of a step without targets
         self.signalled = False
         self.tokens = 0
+        self.done = self.saved or 0  # the last step
         self.clock = StepClock()
+        self.page = LivePage(self.config.run)
         # before each write into the run's folder: raises where it is another run's by now
         self.check_owned: Callable[[], None] = lambda: None
 
@@ -145,6 +151,10 @@ class Loop:
             self._set_later_aside()
             if self.speaks:
                 write_description(config.run, description)
+                self._say(
+                    f"curves from the first step on: {self.page.file}, or with other runs: "
+                    f"meshwright board {shlex.quote(str(config.run.parent))}"
+                )
             stack.callback(self._close)
             log = stack.enter_context(
                 MetricsLog(
@@ -156,7 +166,8 @@ class Loop:
                 )
             )
             if self.saved is not None:
-                log.note(first, "resumed", mesh=mesh_text(self.backend.mesh_shape))
+                log.note(first, RESUMED, mesh=mesh_text(self.backend.mesh_shape))
+            stack.enter_context(self._end_noted(log))
             live = stack.enter_context(LiveLine(config.steps, shown=self.speaks, first=first))
             last = self._steps(first, log, live)
             live.finish()
@@ -174,6 +185,25 @@ class Loop:
                     f"{self.eval_losses[best]:.4f}; --step {best} serves or exports it"
                 )
         return last
+
+    @contextlib.contextmanager
+    def _end_noted(self, log: MetricsLog) -> Iterator[None]:
+        """Note how the run ended; of one that failed, write the page that says so."""
+        try:
+            yield
+        except BaseException as failure:
+            reason = str(failure).partition("\n")[0] or type(failure).__name__
+            with contextlib.suppress(MeshwrightError):
+                self.check_owned()
+                log.note(self.done, ENDED, state="failed", reason=reason)
+                if self.speaks:
+                    write_run_page(self.config.run)
+            raise
+        self.check_owned()
+        if self.done < self.config.steps:
+            log.note(self.done, ENDED, state="stopped", reason=self.stop.reason)
+        else:
+            log.note(self.done, ENDED, state="finished")
 
     def _write_page(self, last: int) -> None:
         self.check_owned()
@@ -201,7 +231,7 @@ class Loop:
                 _, batch = next(batches)
                 self.watchdog.beat(step + 1)
                 report = self.backend.step(batch)
-                done = step + 1
+                done = self.done = step + 1
                 waiting.append((done, report))
                 if len(waiting) > self.backend.lag:
                     self._look(waiting.popleft(), log, live)
@@ -261,6 +291,8 @@ class Loop:
         metrics |= {} if held is None else held.metrics()
         if step % config.log.every == 0 or step == config.steps:
             log.write(step, metrics)
+            if self.speaks:
+                self.page.update()
         if EXPERT_LOADS in values and (
             step % config.checkpoint.every == 0 or step in (config.steps, config.stop_at)
         ):

@@ -47,7 +47,7 @@ def test_the_numbers_at_the_top_are_those_of_the_run(tmp_path: Path) -> None:
     assert told == {
         "steps": "50",
         "tokens": "5.00K",
-        "final loss": "0.2000",
+        "loss": "0.2000",
         "eval loss": "0.2200",
         "median step": "0.5 s",
         "skipped steps": "1",

@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from meshwright.errors import MeshwrightError
-from meshwright.present import render
+from meshwright.present import CONTENT_POLICY, render
 from meshwright.serving.server import easylm, models
 from meshwright.serving.server.chat import chat_completions
 from meshwright.serving.server.completions import completions
@@ -34,10 +34,6 @@ from meshwright.serving.server.service import Service
 from meshwright.serving.server.tokens import detokenize, tokenize, tokenizer_info
 
 _LOG = logging.getLogger("meshwright.serving")
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 def application(service: Service, port: int) -> Starlette:
@@ -102,13 +98,18 @@ async def _metrics(http: HttpRequest, service: Service) -> Response:
 async def _page(http: HttpRequest, service: Service) -> Response:
     settings = {
         "model": service.name,
+        "models": [
+            service.name,
+            *(f"{service.name}:{name}" for name in service.engine.adapters if not service.keys),
+        ],
+        "card": models.model_card(service),
         "needsKey": bool(service.keys),
         "hasTemplate": service.template is not None,
         "maxLength": service.engine.max_length,
         "defaults": dataclasses.asdict(service.defaults.sampling),
     }
     text = render(Path(__file__).with_name("chat.html"), title=service.name, data=settings)
-    return HTMLResponse(text, headers={"Content-Security-Policy": _POLICY})
+    return HTMLResponse(text, headers={"Content-Security-Policy": CONTENT_POLICY})
 
 
 _GET: dict[str, Endpoint] = {

@@ -1,12 +1,16 @@
-"""/v1/models, and vLLM's routes that load and unload adapters."""
+"""/v1/models, the card of the chat page, and vLLM's routes that load and unload adapters."""
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
+import jax
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
+from meshwright.models import abstract_arrays
+from meshwright.present import count_text
 from meshwright.serving.server.bodies import LoadAdapterBody, UnloadAdapterBody
 from meshwright.serving.server.errors import ApiError, json_response
 from meshwright.serving.server.service import Service
@@ -37,6 +41,28 @@ def _card(service: Service, adapter: str = "", folder: Path | None = None) -> di
         "parent": service.name if adapter else None,
         "max_model_len": service.engine.max_length,
     }
+
+
+def model_card(service: Service) -> list[tuple[str, str]]:
+    """What the chat page says of the model, names and values; little to clients without a key."""
+    if service.keys:
+        return [("model", service.name)]
+    config, tokenizer = service.source.config, service.source.tokenizer
+    axes = service.config.mesh.split(",")
+    sizes = [math.prod(spec.shape) for spec in jax.tree.leaves(abstract_arrays(config))]
+    facts = {
+        "model": service.name,
+        "architecture": config.hf_config.get("model_type", "") if config.hf_config else "",
+        "parameters": count_text(sum(sizes)),
+        "context": f"{service.engine.max_length:,} tokens",
+        "vocabulary": f"{tokenizer.vocab:,} tokens",
+        "tokenizer": tokenizer.kind,
+        "mesh": ",".join(axis for axis in axes if not axis.endswith("=1")) or "one device",
+        "dtype": "" if service.config.dtype == "auto" else service.config.dtype,
+        "chat template": "yes" if service.template is not None else "none: texts are continued",
+        "adapters": ", ".join(service.engine.adapters),
+    }
+    return [(name, value) for name, value in facts.items() if value]
 
 
 async def load_adapter(http: HttpRequest, service: Service) -> Response:

@@ -1,11 +1,13 @@
 """What stands around the training loop: processes, signals, the watchdog, metrics, the run page."""
 
 from meshwright.files import check_room, disk_errors_in_one_line, print_line
+from meshwright.training.run.board import Board
 from meshwright.training.run.description import description_files, write_description
 from meshwright.training.run.live import LiveLine, waiting_line
 from meshwright.training.run.lock import LostFolderError, only_run_in
 from meshwright.training.run.metrics import Metrics, MetricsLog, read_metrics
-from meshwright.training.run.page import write_run_page
+from meshwright.training.run.page import LivePage, write_run_page
+from meshwright.training.run.status import ENDED, RESUMED, RunStatus, run_status
 from meshwright.training.run.throughput import (
     Memory,
     StepClock,
@@ -17,8 +19,9 @@ from meshwright.training.run.throughput import (
 )
 
 __all__ = [
-    "LiveLine", "LostFolderError", "Memory", "Metrics", "MetricsLog", "StepClock", "Throughput",
-    "check_room", "chip_peak_flops", "description_files", "disk_errors_in_one_line", "memory",
-    "only_run_in", "peak_flops", "print_line", "read_metrics", "throughput", "waiting_line",
+    "ENDED", "RESUMED", "Board", "LiveLine", "LivePage", "LostFolderError", "Memory", "Metrics",
+    "MetricsLog", "RunStatus", "StepClock", "Throughput", "check_room", "chip_peak_flops",
+    "description_files", "disk_errors_in_one_line", "memory", "only_run_in", "peak_flops",
+    "print_line", "read_metrics", "run_status", "throughput", "waiting_line",
     "write_description", "write_run_page",
 ]  # fmt: skip

@@ -77,6 +77,15 @@ def _check_owned(folder: HeldPath, lock: HeldPath) -> None:
     )
 
 
+def owner(folder: Path) -> tuple[int | None, str]:
+    """The process that locked the folder last, and its machine; it may be gone."""
+    try:
+        words = (folder / FILE).read_text(encoding="utf-8").split()
+        return int(words[1]), words[3]
+    except (OSError, ValueError, IndexError):
+        return None, ""
+
+
 def _owner(lock: IO[bytes]) -> str:
     lock.seek(0)
     return lock.read().decode(errors="replace").strip() or "unknown"

@@ -10,6 +10,7 @@ import numpy as np
 
 from meshwright.present import GIB, count_text, duration_text
 from meshwright.training.run.metrics import Metrics
+from meshwright.training.run.status import RESUMED
 
 MOST_POINTS = 8000
 MOST_SAMPLED = 50  # steps whose sample texts are shown
@@ -50,7 +51,7 @@ def summary(metrics: Metrics) -> list[tuple[str, str]]:
     tokens = _finite(metrics, "tokens")
     if tokens:
         told.append(("tokens", count_text(tokens[-1])))
-    for column, name in (("loss", "final loss"), ("eval_loss", "eval loss")):
+    for column, name in (("loss", "loss"), ("eval_loss", "eval loss")):
         values = _finite(metrics, column)
         if values:
             told.append((name, f"{values[-1]:.4f}"))
@@ -65,6 +66,11 @@ def summary(metrics: Metrics) -> list[tuple[str, str]]:
     mfus = _finite(metrics, "mfu")
     if mfus:
         told.append(("MFU", f"{statistics.median(mfus):.1%}"))
+    memory = _finite(metrics, "memory_bytes")
+    if memory:
+        limits = _finite(metrics, "memory_limit_bytes")
+        of = f" of {limits[-1] / GIB:.1f}" if limits and limits[-1] else ""
+        told.append(("memory", f"{max(memory) / GIB:.1f}{of} GiB"))
     skipped = _finite(metrics, "skipped_steps")
     told.append(("skipped steps", f"{skipped[-1]:.0f}" if skipped else "0"))
     told.append(("resumes", str(len(resumes(metrics)))))
@@ -72,7 +78,7 @@ def summary(metrics: Metrics) -> list[tuple[str, str]]:
 
 
 def resumes(metrics: Metrics) -> list[dict[str, Any]]:
-    return [event for event in metrics.events if event["event"] == "resumed"]
+    return [event for event in metrics.events if event["event"] == RESUMED]
 
 
 def samples(metrics: Metrics) -> list[tuple[int, list[dict[str, Any]]]]:
@@ -109,6 +115,7 @@ def curves(metrics: Metrics, most: int = MOST_POINTS) -> list[dict[str, Any]]:
             | {
                 "column": curve.column,
                 "title": curve.title + _of(metrics, curve),
+                "axis": curve.title,
                 "unit": curve.unit,
                 "log": curve.log,
                 "x": [finite[i][0] for i in kept],

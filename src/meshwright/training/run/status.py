@@ -1,0 +1,81 @@
+"""Whether a run is running, finished, stopped or failed, as its folder tells it.
+
+A run notes in metrics.jsonl that it resumed, and how it ended. One that was killed, or
+whose machine went down, has noted no end: then its process is looked for.
+"""
+
+import dataclasses
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.errors import MeshwrightError
+from meshwright.training.run.lock import owner
+from meshwright.training.run.metrics import FILE as METRICS
+from meshwright.training.run.metrics import Metrics
+
+State = Literal["running", "finished", "stopped", "failed"]
+RESUMED, ENDED = "resumed", "ended"  # events of metrics.jsonl
+NO_END = "no end was noted and its process no longer runs: killed, or the machine went down"
+QUIET_S = 600.0  # a run on another machine that wrote nothing for this long is taken for gone
+
+
+@dataclasses.dataclass(frozen=True)
+class RunStatus:
+    """`steps`: how many the run is to take, where its config says so."""
+
+    state: State
+    step: int
+    steps: int | None
+    reason: str = ""
+
+
+def run_status(folder: Path, metrics: Metrics) -> RunStatus:
+    """The state of the run in a folder, given its metrics."""
+    step = max((record["step"] for record in metrics.records), default=0)
+    config = read_json(folder / "config.json")
+    steps = config.get("steps") if isinstance(config, dict) else None
+    steps = steps if isinstance(steps, int) else None
+    events = [event for event in metrics.events if event["event"] in (RESUMED, ENDED)]
+    newest = max((record.get("time", 0.0) for record in metrics.records), default=0.0)
+    # one that started anew in the folder has noted nothing, but has later steps
+    if events and events[-1]["event"] == ENDED and events[-1]["time"] >= newest:
+        end = events[-1]
+        return RunStatus(end["state"], step, steps, str(end.get("reason") or ""))
+    if _has_process(folder):
+        return RunStatus("running", step, steps)
+    if steps is not None and step >= steps:
+        return RunStatus("finished", step, steps)
+    return RunStatus("failed", step, steps, NO_END)
+
+
+def _has_process(folder: Path) -> bool:
+    # by its number, not by its lock: to try the lock could refuse a run that starts meanwhile
+    process, host = owner(folder)
+    if process is None:
+        return False
+    if host != socket.gethostname():
+        try:
+            return time.time() - (folder / METRICS).stat().st_mtime < QUIET_S
+        except OSError:
+            return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
+
+
+def read_json(file: Path) -> Any | None:
+    """What a file of the run's folder holds; None where it is not there."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as reason:
+        raise MeshwrightError(f"{str(file)!r} cannot be read: {reason}") from None
