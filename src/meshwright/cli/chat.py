@@ -86,10 +86,14 @@ def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]], system: str | 
     """Read messages and print answers, until the end of the input or /exit."""
     begun = [] if system is None else [{"role": "system", "content": system}]
     messages = list(begun)
+    if sys.stdin.isatty():
+        print("/new begins again, /exit ends; Ctrl-C stops an answer")
     while (text := _read()) not in (None, "/exit", "/quit"):
         assert text is not None
         if text == "/new":
             messages = list(begun)
+        elif text in ("/help", "/?", "help"):
+            print("/new begins again, /exit ends; everything else is said to the model")
         elif text.strip():
             messages.append({"role": "user", "content": text})
             try:

@@ -94,6 +94,8 @@ def run(arguments: list[str]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
+    if arguments[:1] == ["help"] and arguments[1:]:
+        arguments = [*arguments[1:], "--help"]
     if arguments[:1] in (["-h"], ["--help"], ["help"]):
         print(_help())
         return

@@ -55,6 +55,10 @@ class Finding:
     must: bool = False  # without it, meshwright does not work here
 
 
+def _note(finding: Finding) -> str:
+    return f"{'fix' if finding.must else 'optional'}: {finding.fix}" if finding.fix else ""
+
+
 def doctor(settings: DoctorSettings) -> None:
     """Check versions, devices, memory, kernels and network, and say what to fix.
 
@@ -70,8 +74,7 @@ def doctor(settings: DoctorSettings) -> None:
         console = Console()
         columns = [Column("", right=False), Column("found", right=False, least=30)]
         rows = [
-            Row((each.subject, each.found), note=f"fix: {each.fix}" if each.fix else "",
-                style="bold red" if each.must else "")
+            Row((each.subject, each.found), note=_note(each), style="bold red" if each.must else "")
             for each in findings
         ]  # fmt: skip
         console.print(*aligned(columns, rows, console.width), sep="\n")
