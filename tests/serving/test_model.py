@@ -124,6 +124,8 @@ def test_mistakes_say_what_to_do(model: mw.LanguageModel, folder: Path, tmp_path
             (bare / file.name).symlink_to(file)
     with (
         mw.load(bare, tokenizer="bytes", engine=ENGINE) as without,
-        pytest.raises(mw.MeshwrightError, match=r"no chat template; give one with load\("),
+        pytest.raises(
+            mw.MeshwrightError, match=r"no chat template; give one, --chat-template FILE"
+        ),
     ):
         without.chat("Hi")
