@@ -141,7 +141,7 @@ def command_address(name: str) -> str:
 
 def model_page() -> str:
     """Every architecture and every preset, from the families' own tables."""
-    from meshwright.models import BY_TRANSFORMERS, FAMILIES, to_hf_config
+    from meshwright.models import BY_TRANSFORMERS, FAMILIES, parameter_counts, to_hf_config
     from meshwright.present import count_text
 
     lines = [MODELS_INTRODUCTION]
@@ -153,7 +153,7 @@ def model_page() -> str:
             lines.append(f"| {architecture} | `{kind}` | {family.name} | {torch} |")
         for name, config in family.presets.items():
             architecture = to_hf_config(config)["architectures"][0]
-            size = count_text(parameters(family, config))
+            size = count_text(parameter_counts(config)[0])
             presets.append(f"| `{name}` | {size} | {config.max_seq:,} | {architecture} |")
     for kind in BY_TRANSFORMERS:
         if not any(kind in f.hugging_face.architectures.values() for f in FAMILIES):
@@ -189,16 +189,6 @@ a preset is used by its folder or its name on the Hub
 
 | architecture | `model_type` | family | `--backend torch` |
 |---|---|---|---|"""
-
-
-def parameters(family: Any, config: Any) -> int:
-    """The number of parameters of a model."""
-    import math
-
-    import jax
-
-    leaves = jax.tree.leaves(family.arrays(config), is_leaf=lambda leaf: hasattr(leaf, "shape"))
-    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 # --- the site

@@ -31,6 +31,7 @@ from meshwright.cli.commands import run
         ("export tiny", "OUT is missing; write meshwright export RUN OUT"),
         ("data pack", "FILES and --out FOLDER are missing"),
         ("doctor now", "'now' is too much: write meshwright doctor and options"),
+        ("board nowhere", "'nowhere' is not a folder; give one that holds runs"),
         ("models zzz", "no preset has 'zzz' in its name"),
     ],
 )  # fmt: skip

@@ -92,7 +92,7 @@ def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]], system: str | 
         assert text is not None
         if text == "/new":
             messages = list(begun)
-        elif text in ("/help", "/?", "help"):
+        elif text in ("/help", "/?"):
             print("/new begins again, /exit ends; everything else is said to the model")
         elif text.strip():
             messages.append({"role": "user", "content": text})

@@ -102,10 +102,11 @@ def _versions() -> Iterator[Finding]:
     old = sys.version_info < (3, 11)
     system = f"{platform.system()} on {platform.machine()}"
     yield Finding("python", f"{version}, {system}", "install Python 3.11 or newer" * old, old)
-    found = {name: _version(name) for name in ("jax", "jaxlib", "numpy", "optax", "orbax")}
-    missing = [name for name, text in found.items() if text is None]
-    texts = ", ".join(f"{name} {text or 'missing'}" for name, text in found.items())
-    unlike = found["jax"] != found["jaxlib"]
+    packages = ("jax", "jaxlib", "numpy", "optax", "orbax")
+    versions = {name: _version(name) for name in packages}
+    missing = [name for name, version in versions.items() if version is None]
+    texts = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    unlike = versions["jax"] != versions["jaxlib"]
     fix = "pip install -U jax jaxlib" if unlike else "pip install -e ." if missing else ""
     yield Finding("packages", texts, fix, bool(missing or unlike))
 
@@ -207,7 +208,8 @@ def _network() -> Iterator[Finding]:
     parts = urllib.parse.urlsplit(hub)
     proxy = os.environ.get("HTTPS_PROXY") or os.environ.get("https_proxy")
     if proxy:
-        yield Finding("hub", f"{hub} through {proxy}: not asked")
+        through = urllib.parse.urlsplit(proxy).hostname or "a proxy"  # without its password
+        yield Finding("hub", f"{hub} through {through}: not asked")
         return
     try:
         with socket.create_connection((str(parts.hostname), parts.port or 443), _PATIENCE_S):

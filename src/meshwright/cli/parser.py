@@ -101,13 +101,17 @@ class Setting:
         return self.metavar if self.positional else f"{self.flag} {self.metavar}"
 
     def read(self, text: str) -> Any:
+        """The value that a word means, or argparse's own error."""
+        try:
+            return self.value(text)
+        except MeshwrightError as mistake:
+            raise argparse.ArgumentTypeError(str(mistake)) from None
+
+    def value(self, text: str) -> Any:
         """The value that a word means."""
         if self.optional and (text == "None" or (self.element is not str and text == "none")):
             return None
-        try:
-            return self._value(text)
-        except MeshwrightError as mistake:
-            raise argparse.ArgumentTypeError(str(mistake)) from None
+        return self._value(text)
 
     def _value(self, text: str) -> Any:
         kind = self.element
@@ -152,12 +156,12 @@ def read(
         print(_help(known, prog, about, first))
         raise SystemExit(0)
     values, rest = _parser(known).parse_known_args(_joined(words, known))
-    given = {name: value for name, value in vars(values).items() if value is not _NOT_GIVEN}
-    given |= _positional_values(rest, known, prog)
+    flags = {name: value for name, value in vars(values).items() if value is not _NOT_GIVEN}
+    flags |= _positional_values(rest, known, prog)
     missing = [
         setting.usage
         for setting in known
-        if setting.default is dataclasses.MISSING and setting.name not in given and default is None
+        if setting.default is dataclasses.MISSING and setting.name not in flags and default is None
     ]
     if missing:
         are = "is" if len(missing) == 1 else "are"
@@ -165,7 +169,7 @@ def read(
         raise MeshwrightError(
             f"{' and '.join(missing)} {are} missing; write {prog} {needed}, and see {prog} --help"
         )
-    return _built(settings, given, default)
+    return _built(settings, flags, default)
 
 
 def _settings(
@@ -290,10 +294,10 @@ def _positional_values(rest: list[str], known: Sequence[Setting], prog: str) -> 
     positional = [setting for setting in known if setting.positional]
     for setting in positional:
         if setting.is_tuple:
-            values |= {setting.name: words} if words else {}
+            values |= {setting.name: [setting.value(word) for word in words]} if words else {}
             words = []
         elif words:
-            values[setting.name] = setting.read(words.pop(0))
+            values[setting.name] = setting.value(words.pop(0))
     if words:
         takes = " ".join([prog, *(setting.metavar for setting in positional)])
         raise MeshwrightError(

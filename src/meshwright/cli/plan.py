@@ -131,8 +131,8 @@ def plan_command(arguments: Sequence[str]) -> None:
         if shown is not None:
             raise MeshwrightError("--explain is of one machine with a size")
         _check_refused(refused)
-        found, points = _compare(words, names, catalogue, run, curves)
-        _print_compared(found, points, as_json=as_json, html=html, top=top)
+        comparison, points = _compare(words, names, catalogue, run, curves)
+        _print_compared(comparison, points, as_json=as_json, html=html, top=top)
         return
     ranking = _ranking(words, Machine.parse(on, catalogue.own), catalogue, run)
     from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
@@ -228,8 +228,8 @@ def _config(
         raise MeshwrightError("--batch and --batch-tokens are the same; give one of them")
     sized = auto or batch_tokens is not None
     needed = {"batch": "--batch 256", "seq": "--seq 4096"} if needs_size else {}
-    given = named | ({"batch"} if sized else set())
-    _missing(words, [] if "config" in named else [needed[n] for n in needed if n not in given])
+    fixed = named | ({"batch"} if sized else set())
+    _missing(words, [] if "config" in named else [needed[n] for n in needed if n not in fixed])
     # here, since they import jax
     from meshwright.cli.train import settings
     from meshwright.models import model_config

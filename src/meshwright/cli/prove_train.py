@@ -98,10 +98,10 @@ def _served(plan: Plan, file: str, choice: int | None) -> list[str]:
     """The words of `prove --serve` for a choice of a plan."""
     if plan.engine is None:
         raise MeshwrightError(f"the plan {file!r} is of training; leave out --serve")
-    one, config = _chosen(plan, file, choice), plan.config
-    words = [config.model, "--on", str(plan.machine), "--mesh", one.mesh]
+    chosen, config = _chosen(plan, file, choice), plan.config
+    words = [config.model, "--on", str(plan.machine), "--mesh", chosen.mesh]
     words += ["--batch", str(config.batch), "--seq", str(config.seq)]
-    for flag, value in {"--engine.weights": one.weights, "--engine.cache": one.cache}.items():
+    for flag, value in {"--engine.weights": chosen.weights, "--engine.cache": chosen.cache}.items():
         words += [flag, value] if value else []
     return words
 

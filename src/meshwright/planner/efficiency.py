@@ -180,9 +180,9 @@ PREFILL = 0.90
 # measured (benchmarks/serve_parts.py): time of a matmul of weights and activations of fp8, to that
 # in bfloat16: 0.66, 0.61 and 0.73 with 128, 256 and 2,048 tokens
 FP8_SERVED = 0.67
-# measured under load (benchmarks/serve_online.py, 8B, batch 64), seconds of a layer: what a step
-# with a chunk takes beside its matmuls, reads and attention, most of it to write pages (1 x 32,
-# 1 x 128 and 1 x 512 tokens: 8.1, 8.9 and 16.2 ms), and one with several prompts (4 x 128: 18.2 ms)
+# measured under load (benchmarks/serve_steps.py, 8B, batch 64), seconds of a layer: what a step
+# with a chunk takes beside its matmuls, reads and attention (1 x 32, 1 x 128 and 1 x 512 tokens:
+# 8.1, 8.9 and 16.2 ms), and one with several prompts (4 x 128: 18.2 ms)
 CHUNK_OF_LAYER = 62e-6
 PROMPTS_OF_LAYER = 62e-6
 # seconds of the host: to choose, prepare and launch a step; to read a request; for a token that is
@@ -193,6 +193,14 @@ PLANNED_STEP = 1.5e-3
 SERVED_REQUEST = 2e-3
 SERVED_TOKEN = 40e-6
 FIRST_TOKEN = 4e-3
+
+
+def hidden_share(chip: Chip, room: float, wanted: float) -> float:
+    """Of the seconds that could hide under `room` seconds of compute, the share that does.
+
+    What is sent under a GPU's compute slows that down: so much less is gained.
+    """
+    return (1.0 - SLOWED_BY_SENDING.get(chip.platform, 0.0)) * min(1.0, room / wanted)
 
 
 def fp8(chip: Chip, smallest_side: float) -> float:

@@ -238,13 +238,13 @@ def _replicas(
     def replica(batch: int) -> "_Replica | str":
         return _replica(dataclasses.replace(config, batch=batch), machine, limits)
 
-    found = [replica(batch) for batch in batches or BATCHES]
-    if batches is None and all(isinstance(one, str) for one in found):
+    replicas = [replica(batch) for batch in batches or BATCHES]
+    if batches is None and all(isinstance(one, str) for one in replicas):
         for batch in SMALLER:
-            found.append(replica(batch))
-            if isinstance(found[-1], _Replica):
+            replicas.append(replica(batch))
+            if isinstance(replicas[-1], _Replica):
                 break
-    return found
+    return replicas
 
 
 def _replica(config: TrainConfig, machine: Machine, limits: Constraints) -> "_Replica | str":

@@ -165,8 +165,8 @@ def curve(
     config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None, like: str = ""
 ) -> list[tuple[Machine, float, float]]:
     """Tokens/s and MFU of the fastest mesh, on a quarter to four times as many chips."""
-    found = _sizes(config, machine, limits, model, like)
-    return [(one.machine, one.tokens_per_second, one.estimate.mfu) for one in found]
+    sizes = _sizes(config, machine, limits, model, like)
+    return [(size.machine, size.tokens_per_second, size.estimate.mfu) for size in sizes]
 
 
 def planned_sizes(

@@ -164,8 +164,7 @@ def timed(
             )
         )  # fmt: skip
     room = efficiency.HIDE_MOST * (matmuls + elementwise)
-    gained = 1.0 - efficiency.SLOWED_BY_SENDING.get(chip.platform, 0.0)
-    share = gained * min(1.0, room / sum(able)) if sum(able) else 0.0
+    share = efficiency.hidden_share(chip, room, sum(able)) if sum(able) else 0.0
     sent = tuple(one.changed(hidden=share * most) for one, most in zip(found, able, strict=True))
     waiting = sum(one.exposed for one in sent)
     return sent, {"matmuls": matmuls, "elementwise": elementwise, "waiting": waiting}

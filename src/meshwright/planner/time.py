@@ -84,10 +84,9 @@ def _hidden(step: StepModel, wanted: Mapping[str, float]) -> dict[str, float]:
         "ring forward": efficiency.HIDE_RING * work.attention_forward,
         "ring backward": efficiency.HIDE_RING * work.attention_backward,
     }
-    # what is sent under a GPU's compute slows that down: so much less is gained
-    gained = 1.0 - efficiency.SLOWED_BY_SENDING.get(step.machine.chip.platform, 0.0)
+    chip = step.machine.chip
     return {
-        place: gained * min(1.0, room[place] / seconds)
+        place: efficiency.hidden_share(chip, room[place], seconds)
         for place, seconds in wanted.items()
         if seconds
     }

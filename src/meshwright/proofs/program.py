@@ -68,7 +68,12 @@ def plan_program(
 ) -> ProgramPlan:
     """What a function of these arguments would hold, send and take on a machine."""
     machine = Machine.parse(on)
-    traced = _traced(function, args, machine)
+    return _planned(_traced(function, args, machine), machine, cache, progress)
+
+
+def _planned(
+    traced: "_Traced", machine: Machine, cache: Path | bool, progress: Progress | None
+) -> ProgramPlan:
     simulated = Machine.parse(f"cpu:{machine.num_devices}")
     check_extra(simulated)
     proof = _compiled(traced, simulated, True, cache, progress)
@@ -94,7 +99,7 @@ def prove_program(
     traced = _traced(function, args, machine)
     planned = None
     with contextlib.suppress(MeshwrightError):  # of a kernel that only the machine has
-        planned = plan_program(function, args, machine, cache=cache)
+        planned = _planned(traced, machine, cache, None)
     made = _compiled(traced, machine, False, cache, progress)
     fields = {field.name: getattr(made, field.name) for field in dataclasses.fields(Proof)}
     return ProgramProof(**fields, plan=planned)

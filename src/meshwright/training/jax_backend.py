@@ -55,6 +55,24 @@ from meshwright.training.trainable import trained_part, trained_text
 from meshwright.training.weights import start_weights
 
 
+def memory_remedy(config: TrainConfig, needed: int, moments: int) -> str:
+    """What would fit into the free memory of this host: other moments, or another machine."""
+    free = free_host_memory() or 0
+    is_default = config.optimizer.name == "adamw" and config.optimizer.moments == "auto"
+    smaller = {  # what each setting would leave; int8 at most half of the moments
+        "--optimizer.moments int8": needed - moments // 2,
+        "--optimizer.name adafactor": needed - moments,
+    }
+    fits = [flag for flag, size in smaller.items() if is_default and size <= free]
+    if fits:
+        return f"{' or '.join(fits)} would fit"
+    model = shlex.quote(config.model)
+    return (
+        "use a smaller model, or ask which machine has room: "
+        f"meshwright plan {model} --on any --tokens 1T"
+    )
+
+
 class Sampler(Protocol):
     """Continues prompts with the weights of a moment."""
 
@@ -176,23 +194,10 @@ class JaxBackend(Backend):
         target = self._setup.step.state
         trained = trained_part(self._setup.step.arrays, target.params)
         needed = host_bytes(target) + host_bytes(trained)  # gradients are as large as parameters
-        moments = host_bytes(target.optimizer)
-        smaller = {  # what each setting would leave
-            "--optimizer.moments int8": needed - moments + moments // 4,
-            "--optimizer.name adafactor": needed - moments,
-        }
-        free = free_host_memory() or 0
-        helps = [flag for flag, size in smaller.items() if size < min(needed, free)]
-        if self.config.optimizer.moments != "float32" or self.config.optimizer.name != "adamw":
-            helps = []
-        remedy = (
-            f"{' or '.join(helps)} would fit"
-            if helps
-            else "use a smaller model, or ask which machine has room: "
-            f"meshwright plan {shlex.quote(self.config.model)} --on any --tokens 1T"
-        )
         check_host_memory(
-            needed, f"{self.config.model} with parameters, gradients and optimizer state", remedy
+            needed,
+            f"{self.config.model} with parameters, gradients and optimizer state",
+            memory_remedy(self.config, needed, host_bytes(target.optimizer)),
         )
 
     def start(self, saved: int | None) -> None:

@@ -1,15 +1,13 @@
 """/v1/models, the card of the chat page, and vLLM's routes that load and unload adapters."""
 
 import asyncio
-import math
 from pathlib import Path
 from typing import Any
 
-import jax
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
-from meshwright.models import abstract_arrays
+from meshwright.models import parameter_counts
 from meshwright.present import count_text
 from meshwright.serving.server.bodies import LoadAdapterBody, UnloadAdapterBody
 from meshwright.serving.server.errors import ApiError, json_response
@@ -49,11 +47,10 @@ def model_card(service: Service) -> list[tuple[str, str]]:
         return [("model", service.name)]
     config, tokenizer = service.source.config, service.source.tokenizer
     axes = service.config.mesh.split(",")
-    sizes = [math.prod(spec.shape) for spec in jax.tree.leaves(abstract_arrays(config))]
     facts = {
         "model": service.name,
         "architecture": config.hf_config.get("model_type", "") if config.hf_config else "",
-        "parameters": count_text(sum(sizes)),
+        "parameters": count_text(parameter_counts(config)[0]),
         "context": f"{service.engine.max_length:,} tokens",
         "vocabulary": f"{tokenizer.vocab:,} tokens",
         "tokenizer": tokenizer.kind,
