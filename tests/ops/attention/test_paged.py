@@ -266,8 +266,24 @@ def test_ragged_counts_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_triton_is_one_call_on_a_mesh(dtype: Any) -> None:
-    assert str(traced("triton", dtype).jaxpr).count("pallas_call") == 1
+def test_triton_is_one_call_to_write_and_one_to_attend_on_a_mesh(dtype: Any) -> None:
+    calls = re.findall(r"name=(\w+)", str(traced("triton", dtype).jaxpr))
+    assert [name for name in calls if "page" in name] == ["write_pages", "paged_decode"]
+
+
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (3, 24)])  # and no powers of two
+def test_triton_writes_tokens_into_their_pages(heads: int, head_dim: int) -> None:
+    random = np.random.default_rng(2)
+    pool, k, v = (
+        random.normal(size=(*first, heads, head_dim)).astype(np.float32)
+        for first in ((2 * 7, 8), (5,), (5,))
+    )
+    pages, places = np.array([3, 3, 6, 0, 1]), np.array([0, 7, 2, 5, 5])
+    found = paged_triton.write_pages(
+        *(jnp.asarray(x) for x in (pool, k, v, pages, places)), interpret=True
+    )
+    pool[pages, places], pool[7 + pages, places] = k, v
+    np.testing.assert_array_equal(found, pool)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ from meshwright.ops.collectives import spec_of, untyped
 _log = logging.getLogger("meshwright")
 
 Pool = jax.Array
+Slots = tuple[jax.Array, jax.Array]
+"""The pages of tokens, and their places in them."""
 CACHE_DTYPES = {"fp8": jnp.dtype(jnp.float8_e4m3fn)}
 
 
@@ -65,7 +67,7 @@ class PagedTokens:
         """[tokens], of padding as well."""
         return jnp.concatenate([self.positions, self.chunk_positions.reshape(-1)])
 
-    def slots(self, page_size: int) -> tuple[jax.Array, jax.Array]:
+    def slots(self, page_size: int) -> Slots:
         """The page of each token and its place in it, [tokens] each; padding is in page 0."""
         positions = self.positions[:, None], self.chunk_positions
         inside = self.inside
@@ -112,6 +114,7 @@ class PagedCall:
 class PagedKernel:
     refuses: Callable[[PagedCall], str | None]
     attend: Callable[..., jax.Array]  # q, k, v [tokens, ..], pool, tokens, window → [tokens, ..]
+    write: Callable[[Pool, jax.Array, jax.Array, Slots], Pool]  # k and v [tokens, ..] into pages
     merged: bool = False  # keys and values alternate along the heads; else values come after keys
 
 
@@ -140,7 +143,7 @@ def paged_attention(
         q: jax.Array, k: jax.Array, v: jax.Array, pool: Pool, tokens: PagedTokens, more: Any
     ) -> Any:
         q, k, v = q[0], _rounded(k[0], pool), _rounded(v[0], pool)
-        pool = _written(pool, k, v, tokens.slots(page_size_of(pool)), kernel.merged)
+        pool = kernel.write(pool, k, v, tokens.slots(page_size_of(pool)))
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         return kernel.attend(q, k, v, pool, tokens, window, **more, **capped)[None], pool
 
@@ -181,7 +184,6 @@ def fill_pages(
 
     Those from `lengths` [n] on are padding and go to page 0. Sequence i has the pages tables[i].
     """
-    merged = KERNELS[kernel].merged
 
     def local(pool: Pool, k: jax.Array, v: jax.Array, tables: jax.Array, lengths: jax.Array) -> Any:
         size = page_size_of(pool)
@@ -190,7 +192,7 @@ def fill_pages(
         pages = jnp.where(places[None] < lengths[:, None], pages, 0).reshape(-1)
         slots = pages, jnp.tile(places % size, k.shape[0])
         k, v = (_rounded(x.reshape(-1, *x.shape[2:]), pool) for x in (k, v))
-        return _written(pool, k, v, slots, merged)
+        return KERNELS[kernel].write(pool, k, v, slots)
 
     pools, heads = spec_of(pool), spec_of(k)
     run = jax.shard_map(local, in_specs=(pools, heads, heads, P(), P()), out_specs=pools)
@@ -210,16 +212,24 @@ def _rounded(x: jax.Array, pool: Pool) -> jax.Array:
     return x.astype(pool.dtype)
 
 
-def _written(
-    pool: Pool, k: jax.Array, v: jax.Array, slots: tuple[jax.Array, jax.Array], merged: bool
-) -> Pool:
+def _write(pool: Pool, k: jax.Array, v: jax.Array, slots: Slots) -> Pool:
     """The pool with keys and values [tokens, ..] at pages and places in them."""
-    if merged:
-        return pool.at[slots].set(_alternating(k, v))
     page, place = slots
     # one scatter for both, into the pool as it is: of another shape of it XLA's CPU compiler copies
     pages = jnp.concatenate(_with_values(pool, page))
     return pool.at[pages, jnp.tile(place, 2)].set(jnp.concatenate([k, v]))
+
+
+def _write_on_gpu(pool: Pool, k: jax.Array, v: jax.Array, slots: Slots) -> Pool:
+    """By a kernel: of many tokens XLA's scatter takes several times as long."""
+    if paged_triton.unavailable() is not None:
+        return _write(pool, k, v, slots)
+    found: Pool = untyped(paged_triton.write_pages, pool, k, v, *slots)
+    return found
+
+
+def _write_merged(pool: Pool, k: jax.Array, v: jax.Array, slots: Slots) -> Pool:
+    return pool.at[slots].set(_alternating(k, v))
 
 
 def _with_values(pool: Pool, tables: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -522,8 +532,10 @@ def _ragged_refuses(call: PagedCall) -> str | None:
 
 
 KERNELS: dict[str, PagedKernel] = {
-    "cudnn": PagedKernel(_cudnn_refuses, functools.partial(_on_gpu, _cudnn_decode)),
-    "triton": PagedKernel(_triton_refuses, functools.partial(_on_gpu, _triton_decode)),
-    "ragged": PagedKernel(_ragged_refuses, _ragged, merged=True),
-    "plain": PagedKernel(lambda call: None, _plain),
+    "cudnn": PagedKernel(_cudnn_refuses, functools.partial(_on_gpu, _cudnn_decode), _write_on_gpu),
+    "triton": PagedKernel(
+        _triton_refuses, functools.partial(_on_gpu, _triton_decode), _write_on_gpu
+    ),
+    "ragged": PagedKernel(_ragged_refuses, _ragged, _write_merged, merged=True),
+    "plain": PagedKernel(lambda call: None, _plain, _write),
 }

@@ -1,4 +1,4 @@
-"""Decode attention over pages on NVIDIA GPUs, for 8-bit pages and sliding windows, by Triton.
+"""Decode attention over pages on NVIDIA GPUs, and new tokens written into pages, by Triton.
 
 cuDNN reads pages in the dtype of the queries only, and without a sliding window. Here a program
 reads the pages of one sequence and one key head once, and serves all queries that share the head.
@@ -92,6 +92,56 @@ def paged_decode(
         lse = total
     out, lse = (x[0, :, :, :group] for x in (out, lse))
     return out.reshape(q.shape), lse.reshape(q.shape[:2])
+
+
+def write_pages(
+    pool: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pages: jax.Array,
+    places: jax.Array,
+    interpret: bool = False,
+) -> jax.Array:
+    """The pool, which is overwritten, with keys and values [tokens, kv_heads, head_dim].
+
+    `pages` [tokens] are those of keys; values are as many pages after them. A program copies one
+    token.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    tokens, *of_token = k.shape
+    heads, width = (pl.next_power_of_2(size) for size in of_token)
+    of_tokens = pl.BlockSpec((None, heads, width), lambda t: (t, 0, 0))
+    number, whole = (
+        pl.BlockSpec((None,), lambda t: (t,)),
+        pl.BlockSpec(pool.shape, lambda t: (0,) * 4),
+    )
+
+    def kernel(k_ref: Any, v_ref: Any, page_ref: Any, place_ref: Any, _: Any, out_ref: Any) -> None:
+        inside = (jnp.arange(heads) < of_token[0])[:, None] & (jnp.arange(width) < of_token[1])[
+            None
+        ]
+        page, place = page_ref[()], place_ref[()]
+        for ref, at in ((k_ref, page), (v_ref, page + pool.shape[0] // 2)):
+            value = triton.load(ref.at[...], mask=inside, other=0)
+            target = out_ref.at[at, place, pl.ds(0, heads), pl.ds(0, width)]
+            triton.store(target, value, mask=inside)
+
+    with warnings.catch_warnings():  # that this backend will be removed
+        warnings.simplefilter("ignore", DeprecationWarning)
+        written: jax.Array = pl.pallas_call(
+            kernel,
+            grid=(tokens,),
+            in_specs=[of_tokens, of_tokens, number, number, whole],
+            out_specs=whole,
+            out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+            input_output_aliases={4: 0},
+            compiler_params=triton.CompilerParams(num_warps=2, num_stages=1),
+            interpret=interpret,
+            name="write_pages",
+        )(k, v, pages, places, pool)
+    return written
 
 
 def _splits(programs: int, width: int) -> int:
