@@ -92,8 +92,8 @@ def engine_of(name: str, dtype: str, tokenizer: Any = None, **settings: Any) -> 
         import jax
 
         def made(spec: Any, target: Any) -> Any:  # one at a time: random numbers are float32 first
-            array = create({"it": spec}, {"it": target.sharding})["it"].astype(target.dtype)
-            return jax.block_until_ready(array)
+            array = create({"it": spec}, {"it": target.sharding})["it"].astype(dtype)
+            return jax.block_until_ready(array.astype(target.dtype))  # numbers as files have them
 
         return jax.tree.map(made, abstract_arrays(config, jnp.dtype(dtype)), targets)
 

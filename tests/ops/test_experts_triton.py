@@ -1,11 +1,13 @@
 """The kernels for the experts of few tokens, in interpret mode, against numpy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.ops import few_tokens_mlp, few_tokens_unavailable, top_experts
+from meshwright.ops import few_tokens_mlp, few_tokens_unavailable, quantize, top_experts
 
 EMBED, MLP = 128, 192
 
@@ -19,11 +21,17 @@ def _silu(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "per_token", "is_gated", "biased"),
-    [(1, 8, 3, True, False), (5, 16, 4, True, True), (33, 8, 2, False, False)],
+    ("tokens", "experts", "per_token", "is_gated", "biased", "dtype"),
+    [
+        (1, 8, 3, True, False, None),
+        (2, 16, 4, True, False, "fp8"),
+        (5, 16, 4, True, True, None),
+        (33, 8, 2, False, False, "int8"),
+        (33, 8, 2, False, False, None),
+    ],
 )
 def test_each_token_gets_the_sum_of_its_experts(
-    tokens: int, experts: int, per_token: int, is_gated: bool, biased: bool
+    tokens: int, experts: int, per_token: int, is_gated: bool, biased: bool, dtype: str | None
 ) -> None:
     rng = np.random.default_rng(tokens)
 
@@ -44,8 +52,15 @@ def test_each_token_gets_the_sum_of_its_experts(
     def activate(up: jax.Array, gate: jax.Array | None) -> jax.Array:
         return jax.nn.silu(up) if gate is None else jax.nn.silu(gate) * up
 
+    given: dict[str, Any] = dict(arrays)
+    if dtype is not None:  # compared with the numbers that its 8 bits are
+        given |= {name: quantize(arrays[name], 1, dtype, groups=1) for name in (*names, "down")}
+        arrays = {
+            name: (one.values.astype(jnp.float32) * one.scale[..., None]).swapaxes(1, 2)
+            for name, one in given.items()
+        }
     y = few_tokens_mlp(
-        x, jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), arrays, activate, interpret=True
+        x, jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), given, activate, interpret=True
     )
     expected = np.zeros((tokens, EMBED), np.float32)
     for token, places in enumerate(chosen):

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.ops import group_alignment, grouped_low_rank, grouped_matmul
+from meshwright.ops import (
+    Quantized,
+    group_alignment,
+    grouped_low_rank,
+    grouped_matmul,
+    quantize,
+)
 from meshwright.ops.grouped import weights_product_on_tpu
 
 NEEDS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
@@ -42,6 +48,31 @@ def test_gradients_of_weights_on_tpus_are_those_of_each_group() -> None:
         x[end - size : end].T @ y[end - size : end] for end, size in zip(ends, sizes, strict=True)
     ]
     np.testing.assert_allclose(np.asarray(found), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_matrices_of_8_bits_are_multiplied_with_the_scales_of_their_group(dtype: str) -> None:
+    random = np.random.default_rng(3)
+    x = random.normal(size=(9, 16)).astype(np.float32)
+    matrices = random.normal(size=(3, 16, 6)).astype(np.float32) * [[[1]], [[50]], [[1e-3]]]
+    weights = quantize(jnp.asarray(matrices, jnp.float32), 1, dtype, groups=1)
+    assert weights.values.shape == (3, 6, 16)
+    found = grouped_matmul(jnp.asarray(x), weights, jnp.asarray([4, 0, 5]))
+    values = np.asarray(weights.values.astype(jnp.float32)) * np.asarray(weights.scale)[..., None]
+    right = np.concatenate([x[:4] @ values[0].T, x[4:] @ values[2].T])
+    np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-6)
+
+
+@NEEDS
+@pytest.mark.usefixtures("pretended_h200")
+def test_matrices_of_fp8_lower_for_hopper_gpus() -> None:
+    x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    values = jax.ShapeDtypeStruct((4, 384, 256), jnp.float8_e4m3fn)
+    weights = Quantized(values, jax.ShapeDtypeStruct((4, 384), jnp.float32))
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+    traced = jax.jit(lambda x, w, sizes: grouped_matmul(x, w, sizes, 128)).trace(x, weights, sizes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 1
 
 
 def test_a_matrix_of_low_rank_is_the_product_of_its_factors() -> None:

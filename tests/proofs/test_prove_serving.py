@@ -63,12 +63,15 @@ def test_a_decode_step_sends_what_is_planned_and_nothing_else(proofs: dict[str, 
     assert 0.0 < compared[0].off < 0.25
 
 
-def test_latent_attention_and_experts_are_served_as_planned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("weights", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_latent_attention_and_experts_are_served_as_planned(
+    weights: str | None, tmp_path: Path
+) -> None:
     """Leading layers, latents that every device along tp makes, a cache of every head."""
     model = dataclasses.replace(MODELS["deepseek"], layers=4, max_seq=256, router_bias=True)
-    step = ServedStep("dp=2,fsdp=1,tp=2,sp=1,ep=2", batch=16, seq=256)
+    step = ServedStep("dp=2,fsdp=1,tp=2,sp=1,ep=2", batch=16, seq=256, weights=weights)
     run = workload(model, "cpu:8", step.batch, step.seq, serve=True, dtype="float32")
-    planned = StepModel(run, Choice.of(dp=2, tp=2, ep=2))
+    planned = StepModel(run, Choice.of(dp=2, tp=2, ep=2, weights=weights))
     proof = prove_serving(step, model, "cpu:8", cache=tmp_path)["decode"]
     kinds = memory(planned).kinds
     assert proof.footprint is not None

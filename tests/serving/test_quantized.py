@@ -12,12 +12,14 @@ from tests.serving.models import BASE
 from tests.serving.test_engine import GREEDY, PROMPTS, on_demand
 
 from meshwright.errors import MeshwrightError
+from meshwright.models.decoder import DecoderConfig
 from meshwright.models.decoder.serving import serving_weights
 from meshwright.ops import einsum, quantize, scaled
 from meshwright.serving import EngineConfig, Model, Request
 from meshwright.serving.source import generation_mesh
 
 RandomModel = Callable[..., Model]
+EXPERTS = dataclasses.replace(BASE, experts=4, experts_per_token=2)
 MATRICES = {"wq": 1, "wk": 1, "wv": 1, "wo": 2, "gate": 1, "up": 1, "down": 1}
 
 
@@ -64,6 +66,8 @@ def rounded(params: Any, name: str) -> Any:
     """The same parameters with matrices as their 8 bits say."""
 
     def matrix(weight: jax.Array, inputs: int) -> jax.Array:
+        if weight.ndim == 3 and inputs == 1 and weight.shape[0] == EXPERTS.experts:
+            return jnp.stack([matrix(of_expert, 1) for of_expert in weight])
         found = quantize(weight, inputs, name)
         outputs = weight.ndim - inputs
         order = (*range(outputs, weight.ndim), *range(outputs))
@@ -82,18 +86,20 @@ def rounded(params: Any, name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh", "most"),
+    ("name", "mesh", "most", "config"),
     [
-        pytest.param("int8", "tp=1", 0.1, marks=pytest.mark.slow),
-        ("fp8", "tp=1", 0.8),
-        ("int8", "fsdp=2,tp=2", 0.1),
+        pytest.param("int8", "tp=1", 0.1, BASE, marks=pytest.mark.slow),
+        ("fp8", "tp=1", 0.8, BASE),
+        ("int8", "fsdp=2,tp=2", 0.1, BASE),
+        ("int8", "tp=2,ep=2", 0.3, EXPERTS),
+        pytest.param("fp8", "tp=1", 0.8, EXPERTS, marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_computes_with_the_rounded_weights(
-    name: str, mesh: str, most: float, random_model: RandomModel
+    name: str, mesh: str, most: float, config: DecoderConfig, random_model: RandomModel
 ) -> None:
-    model = random_model(BASE, generation_mesh(mesh))
-    alone = random_model(BASE, generation_mesh())
+    model = random_model(config, generation_mesh(mesh))
+    alone = random_model(config, generation_mesh())
     with jax.set_mesh(alone.mesh):
         reference = dataclasses.replace(alone, params=rounded(alone.params, name))
     request = Request(PROMPTS[0], GREEDY, 4, logprobs=20, prompt_logprobs=1)

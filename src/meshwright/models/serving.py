@@ -40,9 +40,14 @@ def unstacked(
     def move(block: str, name: str, parts: tuple[str, ...], merge: Merge) -> None:
         arrays = tuple(stacked[block][part] for part in parts)
         spec = specs[block][parts[0]]
-        inputs = spec.inputs if dtype and spec.kind == "matrix" else 0
+        in_bfloat16 = any(array.dtype == jnp.bfloat16 for array in stacked[block].values())
+        if spec.kind == "router" and in_bfloat16 and all(map(_is_bfloat16, arrays)):
+            merge = _in_bfloat16
+        how = dtype if spec.kind in ("matrix", "expert") else None
+        groups = 1 if spec.kind == "expert" else 0
         for index, layer in enumerate(layers):
-            layer[block][name] = _layer(jnp.int32(index), arrays, merge, inputs, dtype)
+            index = jnp.int32(index)
+            layer[block][name] = _layer(index, arrays, merge, spec.inputs, how, groups)
             if current_platform() == "cpu":  # programs with collectives, one after another
                 jax.block_until_ready(layer[block][name])
         if release:
@@ -137,14 +142,32 @@ def merge_gate_up(gate: jax.Array, up: jax.Array) -> jax.Array:
 _quantize = jax.jit(quantize, static_argnums=(1, 2))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _layer(
-    index: jax.Array, arrays: tuple[jax.Array, ...], merge: Merge, inputs: int, dtype: str | None
+    index: jax.Array,
+    arrays: tuple[jax.Array, ...],
+    merge: Merge,
+    inputs: int,
+    dtype: str | None,
+    groups: int,
 ) -> Any:
     of_layer = (lax.dynamic_index_in_dim(array, index, 0, keepdims=False) for array in arrays)
     merged = merge(*of_layer)
-    return merged if dtype is None or not inputs else quantize(merged, inputs, dtype)
+    return merged if dtype is None else quantize(merged, inputs, dtype, groups)
 
 
 def _same(array: jax.Array) -> jax.Array:
     return array
+
+
+def _is_bfloat16(array: jax.Array) -> bool:
+    """Whether bfloat16 has all of these numbers: as it has of most files, and of no numbers."""
+    if isinstance(array, jax.core.Tracer):
+        return True
+    rounded = lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
+    return bool(jnp.all(rounded == array))
+
+
+def _in_bfloat16(array: jax.Array) -> jax.Array:
+    """Of a router: a third of the matmul, and the same results (ops/float32_matmul.py)."""
+    return array.astype(jnp.bfloat16)

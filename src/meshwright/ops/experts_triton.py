@@ -4,11 +4,14 @@ Such a step takes as long as its weights are read. So no token is sorted or copi
 any token chose is read once, multiplied with all tokens, and its part of those that did not choose
 it is multiplied with zero. Two kernels: gate, up and their activation; down, summed over experts.
 A third chooses the experts: in XLA that takes six, of which each lasts as long as all of it.
+Weights of 8 bits are converted to float16 in registers, which is one instruction for two numbers.
 """
 
+import dataclasses
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +20,13 @@ from jax import lax
 
 from meshwright.ops.attention.paged_triton import unavailable as no_triton
 from meshwright.ops.collectives import current_platform, untyped
+from meshwright.ops.quantized import Quantized
 
 MOST_TOKENS = 128  # more take longer to multiply than to read
 _FEWEST = 16  # tokens that a tensor core's matmul takes
 _BLOCK = 64  # of the dims of matrices, which have a multiple of it
 _STAGES = 4  # blocks that are being read
+_SMALLER = 64.0  # by which tokens are divided in float16, so that the largest are finite
 
 Activate = Callable[[jax.Array, jax.Array | None], jax.Array]
 """`up` and `gate`, if there is one, to what the down projection multiplies."""
@@ -119,7 +124,7 @@ def few_tokens_mlp(
     x: jax.Array,
     chosen: jax.Array,
     weights: jax.Array,
-    arrays: Mapping[str, jax.Array],
+    arrays: Mapping[str, jax.Array | Quantized],
     activate: Activate,
     interpret: bool = False,
 ) -> jax.Array:
@@ -131,44 +136,27 @@ def few_tokens_mlp(
         weights: [tokens, k], what the results of these experts are multiplied with.
         arrays: `up` and `gate`, if there is one, [experts, embed, mlp], their biases [experts, mlp]
             as `up_bias` and `gate_bias`, `down` [experts, mlp, embed] and perhaps `down_bias`.
+            Matrices of 8 bits are Quantized.
     """
 
-    def run(
-        x: jax.Array, choice: tuple[jax.Array, ...], arrays: Mapping[str, jax.Array]
-    ) -> jax.Array:
-        hidden = _hidden(x, choice, arrays, activate, interpret)
-        return _down(hidden, choice[0], arrays["down"], x.shape[0], interpret)
+    def run(x: jax.Array, choice: tuple[jax.Array, jax.Array], arrays: Mapping[str, Any]) -> Any:
+        if isinstance(arrays["down"], Quantized):
+            x = _smaller(x)
+        hidden, experts = _hidden(x, choice, arrays, activate, interpret)
+        return _down(hidden, experts, arrays["down"], x.shape[0], interpret)
 
-    count = arrays["down"].shape[0]
     with warnings.catch_warnings():  # that this backend will be removed
         warnings.simplefilter("ignore", DeprecationWarning)
-        choice = _read(chosen, count), chosen, weights
-        total: jax.Array = jnp.sum(untyped(run, x, choice, dict(arrays)), axis=0)
+        total: jax.Array = jnp.sum(untyped(run, x, (chosen, weights), dict(arrays)), axis=0)
     if "down_bias" in arrays:
-        of_experts = jnp.sum(jnp.where(_is_chosen(chosen, count), weights[None], 0), axis=-1)
-        bias = arrays["down_bias"].astype(jnp.float32)
-        total += jnp.matmul(of_experts.T, bias, precision=lax.Precision.HIGHEST)
+        bias = arrays["down_bias"]
+        assert isinstance(bias, jax.Array)
+        is_chosen = chosen[None] == lax.broadcasted_iota(
+            jnp.int32, (bias.shape[0], *chosen.shape), 0
+        )
+        of_experts = jnp.sum(jnp.where(is_chosen, weights[None], 0), axis=-1)
+        total += jnp.matmul(of_experts.T, bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     return total
-
-
-def _is_chosen(chosen: jax.Array, count: int) -> jax.Array:
-    """[experts, tokens, k]."""
-    return chosen[None] == lax.broadcasted_iota(jnp.int32, (count, *chosen.shape), 0)
-
-
-def _read(chosen: jax.Array, count: int) -> jax.Array:
-    """The experts that are read, each once, and -1 for the other programs."""
-    if chosen.size > count:
-        is_read = jnp.any(_is_chosen(chosen, count), axis=(1, 2))
-        return jnp.where(is_read, lax.iota(jnp.int32, count), -1)
-    flat = chosen.reshape(-1)
-    own = jnp.where((flat < 0) | (flat >= count), -1, flat)
-    if chosen.shape[0] == 1:
-        return own
-    places = lax.iota(jnp.int32, flat.size)
-    before = places[None] < places[:, None]
-    again = jnp.any((flat[None] == flat[:, None]) & before, axis=1)
-    return jnp.where(again, -1, own)
 
 
 def _padded(count: int, least: int = 1) -> int:
@@ -176,82 +164,194 @@ def _padded(count: int, least: int = 1) -> int:
     return max(least, 1 << (count - 1).bit_length())
 
 
-def _block(dim: int, tokens: int) -> int:
-    """How much of a dim of matrices a program writes."""
-    return 2 * _BLOCK if tokens > _FEWEST and dim % (2 * _BLOCK) == 0 else _BLOCK
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Of a matrix: what a program writes, reads at a time, and by how many warps."""
+
+    width: int
+    depth: int
+    warps: int
+    stages: int = _STAGES  # blocks that are being read
+
+
+def _hidden_blocks(height: int, embed: int, mlp: int, itemsize: int) -> _Blocks:
+    if height == _FEWEST:
+        return _Blocks(_BLOCK, _widest(embed), 4)
+    if itemsize == 1:
+        return _Blocks(_widest(mlp) if height <= 64 else _BLOCK, _BLOCK, 4, 3)
+    return _Blocks(_widest(mlp), _BLOCK, 8 if height > 32 else 4)
+
+
+def _down_blocks(height: int, embed: int, mlp: int, itemsize: int) -> _Blocks:
+    if height == _FEWEST:
+        return _Blocks(_BLOCK, _BLOCK if itemsize > 1 else _widest(mlp), 4)
+    return _Blocks(_widest(embed), _BLOCK, 4)
+
+
+def _widest(dim: int) -> int:
+    """The largest block that divides a dim."""
+    return 2 * _BLOCK if dim % (2 * _BLOCK) == 0 else _BLOCK
+
+
+def _parts(programs: int, height: int, itemsize: int) -> int:
+    """Into how many sums over experts the result is split, to keep the device busy."""
+    return min(programs, 16 if height <= 32 or itemsize == 1 else 8)
+
+
+def _columns(matrix: jax.Array | Quantized, width: int) -> list[Any]:
+    """The BlockSpecs of a matrix of experts, and of its scale: program n has so many outputs."""
+    from jax.experimental import pallas as pl
+
+    if not isinstance(matrix, Quantized):
+        return [pl.BlockSpec((*matrix.shape[:2], width), lambda s, n: (0, 0, n))]
+    count, _, inputs = matrix.values.shape
+    return [
+        pl.BlockSpec((count, width, inputs), lambda s, n: (0, n, 0)),
+        pl.BlockSpec((count, width), lambda s, n: (0, n)),
+    ]
+
+
+def _smaller(x: jax.Array) -> jax.Array:
+    """x as weights of 8 bits are multiplied with it; `_times_scale` makes up for the division."""
+    most = float(jnp.finfo(jnp.float16).max)
+    return jnp.clip(x.astype(jnp.float32) * (1 / _SMALLER), -most, most).astype(jnp.float16)
+
+
+def _product(x: jax.Array, matrix: Any, expert: jax.Array, here: Any) -> jax.Array:
+    """Of x and an expert's matrix: its inputs `here`, and the columns of a program."""
+    from jax.experimental.pallas import triton
+
+    if len(matrix) == 1:
+        return triton.dot(x, matrix[0][expert, here, :])
+    return triton.dot(x, matrix[0][expert, :, here].astype(x.dtype).T)
+
+
+def _times_scale(total: jax.Array, matrix: Any, expert: jax.Array) -> jax.Array:
+    return total if len(matrix) == 1 else total * (_SMALLER * matrix[1][expert, :])[None]
+
+
+def _refs(refs: Sequence[Any], matrices: Sequence[jax.Array | Quantized]) -> list[list[Any]]:
+    """The refs of each matrix: of itself, or of its values and its scale."""
+    left = iter(refs)
+    return [list(itertools.islice(left, len(jax.tree.leaves(matrix)))) for matrix in matrices]
 
 
 def _hidden(
     x: jax.Array,
-    choice: tuple[jax.Array, ...],
-    arrays: Mapping[str, jax.Array],
+    choice: tuple[jax.Array, jax.Array],
+    arrays: Mapping[str, Any],
     activate: Activate,
     interpret: bool,
-) -> jax.Array:
-    """[experts, tokens, mlp], activated and multiplied; of no expert, nothing."""
+) -> tuple[jax.Array, jax.Array]:
+    """[programs, tokens, mlp], activated and multiplied, and the expert of each program.
+
+    Of few choices each has a program, so that those with an expert are the first; of more, each
+    expert. A program whose expert nobody chose, or an earlier program has, gets -1 and writes
+    nothing.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    experts, chosen, _ = choice
+    chosen, _ = choice
     names = [name for name in ("gate", "up") if name in arrays]
-    biases = [f"{name}_bias" for name in names if f"{name}_bias" in arrays]
-    count, embed, mlp = arrays["up"].shape
+    biases = [arrays[f"{name}_bias"] for name in names if f"{name}_bias" in arrays]
+    matrices = [arrays[name] for name in names]
+    count = jax.tree.leaves(matrices)[0].shape[0]
+    embed, mlp = x.shape[1], _outputs(matrices[0])
     tokens, per_token = chosen.shape
-    height = _padded(tokens, _FEWEST)
-    width = _block(mlp, height)
-    deep = 2 * _BLOCK if height == _FEWEST and embed % (2 * _BLOCK) == 0 else _BLOCK
+    height, programs = _padded(tokens, _FEWEST), min(count, chosen.size)
+    blocks = _hidden_blocks(height, embed, mlp, jax.tree.leaves(matrices)[0].dtype.itemsize)
     of_choice = pl.BlockSpec((height, _padded(per_token)), lambda s, n: (0, 0))
-    return pl.pallas_call(
-        functools.partial(_hidden_kernel, names, chosen.shape, deep, activate),
-        grid=(experts.size, mlp // width),
+    kernel = functools.partial(
+        _hidden_kernel,
+        names,
+        matrices,
+        (tokens, per_token),
+        programs < count,
+        blocks.depth,
+        activate,
+    )
+    hidden, experts = pl.pallas_call(
+        kernel,
+        grid=(programs, mlp // blocks.width),
         in_specs=[
             pl.BlockSpec((height, embed), lambda s, n: (0, 0)),
-            pl.BlockSpec((None,), lambda s, n: (s,)),
             of_choice,
             of_choice,
-            *(pl.BlockSpec((count, embed, width), lambda s, n: (0, 0, n)) for _ in names),
-            *(pl.BlockSpec((count, width), lambda s, n: (0, n)) for _ in biases),
+            *(spec for matrix in matrices for spec in _columns(matrix, blocks.width)),
+            *(pl.BlockSpec((count, blocks.width), lambda s, n: (0, n)) for _ in biases),
         ],
-        out_specs=pl.BlockSpec((None, height, width), lambda s, n: (s, 0, n)),
-        out_shape=jax.ShapeDtypeStruct((experts.size, height, mlp), x.dtype),
-        compiler_params=triton.CompilerParams(
-            num_warps=8 if height > 32 else 4, num_stages=_STAGES
-        ),
+        out_specs=[
+            pl.BlockSpec((None, height, blocks.width), lambda s, n: (s, 0, n)),
+            pl.BlockSpec((None,), lambda s, n: (s,)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((programs, height, mlp), x.dtype),
+            jax.ShapeDtypeStruct((programs,), jnp.int32),
+        ],
+        compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name="experts_hidden",
-    )(x, *choice, *(arrays[name] for name in (*names, *biases)))
+    )(x, *choice, *jax.tree.leaves(matrices), *biases)
+    return hidden, experts
+
+
+def _outputs(matrix: jax.Array | Quantized) -> int:
+    return int(matrix.values.shape[1] if isinstance(matrix, Quantized) else matrix.shape[2])
 
 
 def _hidden_kernel(
-    names: list[str], shape: tuple[int, ...], deep: int, activate: Activate, *refs: Any
+    names: list[str],
+    matrices: list[Any],
+    shape: tuple[int, int],
+    by_choice: bool,
+    depth: int,
+    activate: Activate,
+    *refs: Any,
 ) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    x_ref, expert_ref, chosen_ref, weight_ref, *of_arrays, out_ref = refs
-    matrices, biases = of_arrays[: len(names)], of_arrays[len(names) :]
-    expert = expert_ref[()]
+    x_ref, chosen_ref, weight_ref, *of_arrays, out_ref, expert_ref = refs
+    tokens, per_token = shape
+    of_matrices = _refs(of_arrays, matrices)
+    biases = of_arrays[sum(map(len, of_matrices)) :]
+    count, program = of_matrices[0][0].shape[0], pl.program_id(0)
 
-    @pl.when(expert >= 0)
+    places, columns = (jnp.arange(size) for size in chosen_ref.shape)
+    is_token = (places < tokens)[:, None]
+    inside = is_token & (columns < per_token)[None]
+    chosen = triton.load(chosen_ref.at[...], mask=inside, other=-1)
+    if by_choice:
+        expert = chosen_ref[program // per_token, program % per_token]
+        order = places[:, None] * per_token + columns[None]
+        first = jnp.min(jnp.min(jnp.where(chosen == expert, order, count), axis=1), axis=0)
+        is_read = (expert >= 0) & (expert < count) & (first == program)
+    else:
+        expert = program
+        is_read = jnp.max(jnp.max((chosen == expert).astype(jnp.int32), axis=1), axis=0) > 0
+    expert_ref[()] = jnp.where(is_read, expert, -1)
+
+    @pl.when(is_read)
     def _() -> None:
-        places, columns = (jnp.arange(size) for size in chosen_ref.shape)
-        is_token = (places < shape[0])[:, None]
-        inside = is_token & (columns < shape[1])[None]
-        chosen = triton.load(chosen_ref.at[...], mask=inside, other=-1)
         weights = triton.load(weight_ref.at[...], mask=inside, other=0)
         weight = jnp.sum(jnp.where(chosen == expert, weights, 0.0), axis=1)
-        of_tokens = jnp.broadcast_to(is_token, (places.size, deep))
+        of_tokens = jnp.broadcast_to(is_token, (places.size, depth))
 
         def block(index: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            here = pl.ds(index * deep, deep)
+            here = pl.ds(index * depth, depth)
             x = triton.load(x_ref.at[:, here], mask=of_tokens, other=0)
             return tuple(
-                total + triton.dot(x, matrix[expert, here, :])
-                for total, matrix in zip(sums, matrices, strict=True)
+                total + _product(x, matrix, expert, here)
+                for total, matrix in zip(sums, of_matrices, strict=True)
             )
 
         zeros = jnp.zeros(out_ref.shape, jnp.float32)
-        sums = lax.fori_loop(0, x_ref.shape[1] // deep, block, (zeros,) * len(names))
+        sums = lax.fori_loop(0, x_ref.shape[1] // depth, block, (zeros,) * len(names))
+        sums = tuple(
+            _times_scale(total, matrix, expert)
+            for total, matrix in zip(sums, of_matrices, strict=True)
+        )
         if biases:
             sums = tuple(
                 total + bias[expert, :].astype(jnp.float32)[None]
@@ -259,56 +359,66 @@ def _hidden_kernel(
             )
         parts = dict(zip(names, sums, strict=True))
         activated = activate(parts["up"], parts.get("gate"))
-        out_ref[...] = (activated * weight[:, None]).astype(out_ref.dtype)
+        activated *= weight[:, None]
+        is_small = out_ref.dtype == jnp.float16 and len(of_matrices[0]) > 1
+        out_ref[...] = _smaller(activated) if is_small else activated.astype(out_ref.dtype)
 
 
 def _down(
-    hidden: jax.Array, experts: jax.Array, down: jax.Array, tokens: int, interpret: bool
+    hidden: jax.Array,
+    experts: jax.Array,
+    down: jax.Array | Quantized,
+    tokens: int,
+    interpret: bool,
 ) -> jax.Array:
     """[parts, tokens, embed] in float32: sums over the experts of each part."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    count, mlp, embed = down.shape
-    height = hidden.shape[1]
-    width = _block(embed, height)
-    parts = min(experts.size, 16 if height <= 32 else 8)
+    (programs, height, mlp), embed = hidden.shape, _outputs(down)
+    itemsize = jax.tree.leaves(down)[0].dtype.itemsize
+    blocks, parts = _down_blocks(height, embed, mlp, itemsize), _parts(programs, height, itemsize)
     return pl.pallas_call(
-        functools.partial(_down_kernel, tokens, parts),
-        grid=(parts, embed // width),
+        functools.partial(_down_kernel, tokens, parts, blocks.depth),
+        grid=(parts, embed // blocks.width),
         in_specs=[
             pl.BlockSpec(hidden.shape, lambda s, n: (0, 0, 0)),
             pl.BlockSpec(experts.shape, lambda s, n: (0,)),
-            pl.BlockSpec((count, mlp, width), lambda s, n: (0, 0, n)),
+            *_columns(down, blocks.width),
         ],
-        out_specs=pl.BlockSpec((None, height, width), lambda s, n: (s, 0, n)),
+        out_specs=pl.BlockSpec((None, height, blocks.width), lambda s, n: (s, 0, n)),
         out_shape=jax.ShapeDtypeStruct((parts, tokens, embed), jnp.float32),
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=_STAGES),
+        compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
         name="experts_down",
-    )(hidden, experts, down)
+    )(hidden, experts, *jax.tree.leaves(down))
 
 
-def _down_kernel(tokens: int, parts: int, *refs: Any) -> None:
+def _down_kernel(tokens: int, parts: int, depth: int, *refs: Any) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    hidden_ref, expert_ref, down_ref, out_ref = refs
-    blocks = down_ref.shape[1] // _BLOCK
+    hidden_ref, expert_ref, *down, out_ref = refs
+    blocks = hidden_ref.shape[2] // depth
     first = pl.program_id(0)
+    zeros = jnp.zeros(out_ref.shape, jnp.float32)
 
     def of_expert(index: jax.Array, total: jax.Array) -> jax.Array:
         place = first + index * parts
         expert = expert_ref[place]
 
         def block(index: jax.Array, total: jax.Array) -> jax.Array:
-            here = pl.ds(index * _BLOCK, _BLOCK)
-            return total + triton.dot(hidden_ref[place, :, here], down_ref[expert, here, :])
+            here = pl.ds(index * depth, depth)
+            return total + _product(hidden_ref[place, :, here], down, expert, here)
 
         # none of an expert that is not read
-        return lax.fori_loop(0, (expert >= 0).astype(jnp.int32) * blocks, block, total)
+        own = (expert >= 0).astype(jnp.int32) * blocks
+        if len(down) == 1:
+            return lax.fori_loop(0, own, block, total)
+        return total + _times_scale(
+            lax.fori_loop(0, own, block, zeros), down, jnp.maximum(expert, 0)
+        )
 
-    zeros = jnp.zeros(out_ref.shape, jnp.float32)
     rounds = pl.cdiv(expert_ref.shape[0] - first, parts)
     is_token = (jnp.arange(out_ref.shape[0]) < tokens)[:, None]
     total = lax.fori_loop(0, rounds, of_expert, zeros)

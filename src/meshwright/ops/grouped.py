@@ -15,6 +15,7 @@ from jax import lax
 from meshwright.ops import hopper_grouped
 from meshwright.ops.collectives import current_platform, untyped
 from meshwright.ops.mosaic import HOPPER, unavailable
+from meshwright.ops.quantized import Quantized, round_to_8_bits
 
 _TPU_ROWS, _TPU_COLUMNS = 128, 1024  # of a kernel's tiles: rows at least, columns at most
 
@@ -34,15 +35,17 @@ def group_alignment(dtype: Any, *dims: int) -> tuple[int, str]:
 
 
 def grouped_matmul(
-    x: jax.Array, weights: jax.Array, sizes: jax.Array, alignment: int = 1
+    x: jax.Array, weights: jax.Array | Quantized, sizes: jax.Array, alignment: int = 1
 ) -> jax.Array:
     """[rows, out] of x [rows, in] and weights [groups, in, out]; `sizes` [groups] of the groups.
 
     The rows of a group are together, in the order of the groups, and groups have a multiple of
     `alignment` rows; those that are none are zero. Rows after the last group are of none: what is
-    computed of them means nothing.
+    computed of them means nothing. Weights of 8 bits are for serving: they have no gradient.
     """
     sizes = sizes.astype(jnp.int32)
+    if isinstance(weights, Quantized):
+        return _of_8_bits(x, weights, sizes, alignment)
     if alignment > 1:
         return _in_tiles(x, weights, sizes)
     if current_platform() == "tpu" and x.shape[0] % _TPU_ROWS == 0:
@@ -59,6 +62,20 @@ def grouped_low_rank(
         a = jnp.pad(a, ((0, 0), (0, 0), (0, missing)))
         b = jnp.pad(b, ((0, 0), (0, missing), (0, 0)))
     return grouped_matmul(grouped_matmul(x, a, sizes, alignment), b, sizes, alignment)
+
+
+def _of_8_bits(x: jax.Array, weights: Quantized, sizes: jax.Array, alignment: int) -> jax.Array:
+    """In fp8, with a scale for each row, where the kernel takes it; else converted to x's dtype."""
+    groups = jnp.repeat(_groups_of_tiles(x, sizes, alignment), alignment)
+    scale = weights.scale.at[groups].get(mode="clip")
+    if alignment > 1 and weights.values.dtype == jnp.float8_e4m3fn:
+        rounded, of_rows = round_to_8_bits(x.astype(jnp.float32), 1, "fp8")
+        tiles = _groups_of_tiles(x, sizes)
+        y = hopper_grouped.rows_product(rounded, weights.values, tiles, True, x.dtype)
+        scale *= of_rows[:, None]
+    else:
+        y = grouped_matmul(x, weights.values.astype(x.dtype).swapaxes(1, 2), sizes, alignment)
+    return (y.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -117,10 +134,10 @@ def _in_tiles_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.
 _in_tiles.defvjp(_in_tiles_forward, _in_tiles_backward)
 
 
-def _groups_of_tiles(x: jax.Array, sizes: jax.Array) -> jax.Array:
+def _groups_of_tiles(x: jax.Array, sizes: jax.Array, tile: int = hopper_grouped.ROWS) -> jax.Array:
     """The group of each tile of rows; after the last, their number."""
-    ends = jnp.cumsum(sizes)[None] // hopper_grouped.ROWS
-    tiles = jnp.arange(x.shape[0] // hopper_grouped.ROWS)[:, None]
+    ends = jnp.cumsum(sizes)[None] // tile
+    tiles = jnp.arange(x.shape[0] // tile)[:, None]
     return jnp.sum(tiles >= ends, axis=1, dtype=jnp.int32)
 
 

@@ -16,7 +16,8 @@ from meshwright.ops.mosaic import mosaic, pallas, when
 
 ROWS = 128  # of a tile
 _GROUPS = 2  # compute warpgroups
-_DEPTH = 64  # of a block, along the dim that is summed: 128 bytes
+_BYTES = 128  # of a block, along the dim that is summed
+_DEPTH = _BYTES // 2  # the same, in numbers of 16 bits
 _STAGES = 4  # blocks in flight
 _PART = 64  # rows and columns that are written at a time
 
@@ -27,18 +28,23 @@ def columns(size: int) -> int | None:
 
 
 def rows_product(
-    x: jax.Array, weights: jax.Array, tiles: jax.Array, transposed: bool = False
+    x: jax.Array,
+    weights: jax.Array,
+    tiles: jax.Array,
+    transposed: bool = False,
+    dtype: Any = None,
 ) -> jax.Array:
     """[rows, out] of x [rows, in] and weights [groups, in, out]; or, transposed, [groups, out, in].
 
-    `tiles` [rows / 128] are their groups; tiles of the group after the last are not written.
+    `tiles` [rows / 128] are their groups; tiles of the group after the last are not written. In 8
+    bits the weights are transposed; `dtype` is that of the result, if it is not that of x.
     """
     groups, *sizes = weights.shape
     width = sizes[0] if transposed else sizes[1]
 
     def run(*arrays: jax.Array) -> jax.Array:
         body = functools.partial(_rows_kernel, groups=groups, transposed=transposed)
-        return _kernel(body, (x.shape[0], width), x.dtype)(*arrays)
+        return _kernel(body, (x.shape[0], width), dtype or x.dtype)(*arrays)
 
     found: jax.Array = untyped(run, x, weights, tiles)
     return found
@@ -82,9 +88,9 @@ def _processors() -> int:
     return int(getattr(jax.devices()[0], "core_count", 132))
 
 
-def _transforms() -> tuple[Any, ...]:
+def _transforms(depth: int = _DEPTH) -> tuple[Any, ...]:
     plgpu = mosaic()
-    return plgpu.TilingTransform((8, _DEPTH)), plgpu.SwizzleTransform(128)
+    return plgpu.TilingTransform((8, depth)), plgpu.SwizzleTransform(_BYTES)
 
 
 def _rows_kernel(
@@ -93,18 +99,19 @@ def _rows_kernel(
     pl, plgpu = pallas(), mosaic()
     width = columns(out.shape[1])
     assert width is not None
-    block = (width, _DEPTH) if transposed else (_DEPTH, width)
-    steps = x.shape[1] // _DEPTH
+    depth = _BYTES // x.dtype.itemsize
+    block = (width, depth) if transposed else (depth, width)
+    steps = x.shape[1] // depth
 
     def specs() -> list[Any]:
         return [
             plgpu.BlockSpec(
-                (ROWS, _DEPTH), lambda i: (0, i), transforms=_transforms(), delay_release=1
+                (ROWS, depth), lambda i: (0, i), transforms=_transforms(depth), delay_release=1
             ),
             plgpu.BlockSpec(
                 block,
                 (lambda i: (0, i)) if transposed else (lambda i: (i, 0)),
-                transforms=_transforms(),
+                transforms=_transforms(depth),
                 delay_release=1,
             ),
         ]

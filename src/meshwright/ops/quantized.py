@@ -54,6 +54,7 @@ class Quantized:
     | | values | scale, in float32 |
     |---|---|---|
     | int8, fp8 | [outputs ..., inputs ...] | [outputs ...] |
+    | the same, of experts | [experts, outputs, inputs] | [experts, outputs] |
     | nf4 | uint8 [outputs ..., inputs / 2]: two levels each | [outputs ..., inputs / 64] |
 
     A matmul sums over the inputs; those of nf4 are one dim.
@@ -71,10 +72,11 @@ class Quantized:
         return bool(self.values.dtype == jnp.uint8)
 
 
-def quantize(weight: jax.Array, inputs: int, name: str) -> Quantized:
+def quantize(weight: jax.Array, inputs: int, name: str, groups: int = 0) -> Quantized:
     """A weight [inputs ..., outputs ...] in 8 or 4 bits.
 
-    A matmul sums over the first `inputs` dims. `name` is one of QUANTIZED_DTYPES, or nf4.
+    A matmul sums over the first `inputs` dims. `name` is one of QUANTIZED_DTYPES, or nf4. Of 8 bits
+    there may be so many dims of `groups` before them, such as experts.
     """
     if name == NF4:
         return _quantize_nf4(weight, inputs)
@@ -82,11 +84,10 @@ def quantize(weight: jax.Array, inputs: int, name: str) -> Quantized:
         raise MeshwrightError(
             f"{name!r} is not a dtype of quantized weights{did_you_mean(name, QUANTIZED_DTYPES)}"
         )
-    dtype, most = QUANTIZED_DTYPES[name]
-    order = (*range(inputs, weight.ndim), *range(inputs))
+    first = groups + inputs
+    order = (*range(groups), *range(first, weight.ndim), *range(groups, first))
     numbers = jnp.transpose(weight, order).astype(jnp.float32)
-    values, scale = _rounded(numbers, inputs, dtype, most)
-    return Quantized(values, scale)
+    return Quantized(*round_to_8_bits(numbers, inputs, name))
 
 
 def _quantize_nf4(weight: jax.Array, inputs: int) -> Quantized:
@@ -178,18 +179,16 @@ def _fp8_einsum(
     dims: str, inputs: int, x: jax.Array, values: jax.Array, **options: Any
 ) -> jax.Array:
     """The product with x in fp8, whose last `inputs` dims are summed over."""
-    dtype, most = QUANTIZED_DTYPES["fp8"]
-    rounded, scale = _rounded(x.astype(jnp.float32), inputs, dtype, most)
+    rounded, scale = round_to_8_bits(x.astype(jnp.float32), inputs, "fp8")
     wanted = options.setdefault("preferred_element_type", x.dtype)
     y = jnp.einsum(dims, rounded, values, **options)
     scale = scale.reshape(*scale.shape, *(1,) * (y.ndim - scale.ndim))
     return (y.astype(jnp.float32) * scale).astype(wanted)
 
 
-def _rounded(
-    numbers: jax.Array, inputs: int, dtype: Any, most: float
-) -> tuple[jax.Array, jax.Array]:
+def round_to_8_bits(numbers: jax.Array, inputs: int, name: str) -> tuple[jax.Array, jax.Array]:
     """Values in 8 bits and their scales, of which the last `inputs` dims share one."""
+    dtype, most = QUANTIZED_DTYPES[name]
     largest = jnp.max(jnp.abs(numbers), axis=tuple(range(-inputs, 0)))
     scale = jnp.where(largest == 0, 1.0, largest / most)
     scaled = numbers / scale.reshape(*scale.shape, *(1,) * inputs)

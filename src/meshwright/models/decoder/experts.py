@@ -25,6 +25,7 @@ from meshwright.models.loss import ExtraLoss, LossSums, Metric
 from meshwright.models.settings import LossConfig
 from meshwright.ops import (
     Mlp,
+    Quantized,
     Rows,
     all_gather,
     expert_capacity,
@@ -160,6 +161,7 @@ def _device_weights(w: Params, compute: Compute, split: tuple[str, ...]) -> Para
     others = _without(layouts.token_axes, split)
     return {
         **{name: _base(matrix) for name, matrix in matrices.items()},
+        **_scales(matrices),
         **_factors(matrices),
         **{name: all_gather(bias, others) for name, bias in biases.items()},
         # every device scores all experts
@@ -189,8 +191,27 @@ def _route(
 
 
 def _base(matrix: Any) -> jax.Array:
-    """A matrix without its update of low rank."""
-    return matrix.base if isinstance(matrix, Adapted) else matrix
+    """A matrix without its update of low rank, and without its scale if it has 8 bits."""
+    base = matrix.base if isinstance(matrix, Adapted) else matrix
+    return base.values if isinstance(base, Quantized) else base
+
+
+def _scales(matrices: Params) -> Params:
+    """Those of matrices of 8 bits, split as their outputs are, by the names of the matrices."""
+    bases = {
+        name: matrix.base if isinstance(matrix, Adapted) else matrix
+        for name, matrix in matrices.items()
+    }
+    return {
+        f"{name}_scale": reshard(base.scale, P(*spec_of(base.values)[:2]))
+        for name, base in bases.items()
+        if isinstance(base, Quantized)
+    }
+
+
+def _matrix(arrays: Params, name: str) -> Any:
+    scale = arrays.get(f"{name}_scale")
+    return arrays[name] if scale is None else Quantized(arrays[name], scale)
 
 
 def _factors(matrices: Params) -> Params:
@@ -272,8 +293,8 @@ def _expert_mlp(
     summed, over = axes
 
     def product(x: jax.Array, name: str) -> jax.Array:
-        weight = varying_like(arrays[name], x)
-        x = varying_like(x, weight)
+        weight = jax.tree.map(lambda one: varying_like(one, x), _matrix(arrays, name))
+        x = varying_like(x, *jax.tree.leaves(weight))
         y = grouped_matmul(x, weight, rows.sizes, alignment)
         if f"{name}_b" not in arrays:
             return y
@@ -321,8 +342,11 @@ def _few_tokens(
     def activated(up: jax.Array, gate: jax.Array | None) -> jax.Array:
         return activate(up, gate, kind.activation, kind.clamp)
 
-    names = (*_MATRICES, *_BIASES)
-    of_mlp = {name: varying_like(arrays[name], x) for name in names if name in arrays}
+    of_mlp = {
+        name: jax.tree.map(lambda one: varying_like(one, x), _matrix(arrays, name))
+        for name in (*_MATRICES, *_BIASES)
+        if name in arrays
+    }
     if over and "down_bias" in of_mlp:  # of the devices along tp, one adds it
         bias = of_mlp["down_bias"]
         of_mlp["down_bias"] = jnp.where(lax.axis_index(over) == 0, bias, jnp.zeros_like(bias))

@@ -103,7 +103,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
 
 
 def _served_weights(step: StepModel) -> Number:
-    """Quantized are the matrices of layers, but no experts and routers, and an LM head of its own.
+    """Quantized are the matrices of layers and experts, but no routers, and an LM head of its own.
 
     Norms, biases and scales are in float32.
     """
@@ -111,21 +111,21 @@ def _served_weights(step: StepModel) -> Number:
     used = device.used
     if step.choice.weights is None:
         return used * step.layers_and_tables + device.float32 * step.vectors
-    quantized, outputs = step.layers, number(0)
-    mixtures: Number = 0
+    quantized, outputs, routers = step.layers, number(0), number(0)
     for stack in device.sizes.stacks:
         matrices = stack.of_kind("matrix")
         of_all = sum(one.outputs for one in matrices if one.adds_to_residual or one.whole)
         split = sum(matrix.outputs for matrix in matrices) - of_all
         layers = number(stack.layers, "layers")
         outputs = outputs + layers * (number(split) / device.tp + number(of_all))
-        if stack.experts is not None:
-            experts = number(stack.expert_weights) / (device.tp * device.ep)
-            mixtures = mixtures + layers * (experts + number(_router_weights(stack)) / device.ep)
-            quantized = step.layers - mixtures
+        for expert in stack.of_kind("expert"):
+            ways = device.ep if expert.adds_to_residual else device.ep * device.tp
+            outputs = outputs + layers * number(expert.outputs) / ways
+        routers = routers + layers * number(_router_weights(stack)) / device.ep
+    quantized = quantized - routers
     if not device.sizes.is_tied:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
-    unquantized = used * (mixtures + device.table) + device.float32 * (step.vectors + outputs)
+    unquantized = used * (routers + device.table) + device.float32 * (step.vectors + outputs)
     return number(1, "bytes") * quantized + unquantized
 
 
@@ -373,7 +373,7 @@ def _weight_bytes(step: StepModel, tokens: int) -> Number:
             count, chosen = stack.experts.count, stack.experts.per_token
             touched = number(count * (1 - (1 - chosen / count) ** tokens), "experts")
             expert = number(stack.expert_weights // count) / device.ep
-            weights = weights + used * touched * expert
+            weights = weights + one * touched * expert
         read = read + number(stack.layers, "layers") * weights / device.tp
     return read
 
