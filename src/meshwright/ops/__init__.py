@@ -32,7 +32,7 @@ from meshwright.ops.experts import (
     rows_per_token,
     through_experts,
 )
-from meshwright.ops.experts_triton import few_tokens_mlp, top_experts
+from meshwright.ops.experts_triton import FEW_TOKENS, few_tokens_mlp, top_experts
 from meshwright.ops.experts_triton import unavailable as few_tokens_unavailable
 from meshwright.ops.float32_matmul import float32_matmul
 from meshwright.ops.fp8 import (
@@ -62,9 +62,9 @@ from meshwright.ops.relative_bias import relative_bias, relative_bias_at
 from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
 
 __all__ = [
-    "COMPILER_OPTIONS", "EXCHANGES", "IGNORED", "NF4", "NF4_BLOCK", "NORMS", "QUANTIZED_DTYPES",
-    "SCALE", "Dropout", "Fp8Weight", "LinearScaling", "Llama3Scaling", "Mlp", "NormKind",
-    "Quantized", "Rope", "Rows", "Scaling", "YarnScaling", "add_bias", "all_gather",
+    "COMPILER_OPTIONS", "EXCHANGES", "FEW_TOKENS", "IGNORED", "NF4", "NF4_BLOCK", "NORMS",
+    "QUANTIZED_DTYPES", "SCALE", "Dropout", "Fp8Weight", "LinearScaling", "Llama3Scaling", "Mlp",
+    "NormKind", "Quantized", "Rope", "Rows", "Scaling", "YarnScaling", "add_bias", "all_gather",
     "cross_entropy", "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
     "exchange_by_bytes", "expert_capacity", "few_tokens_mlp", "few_tokens_unavailable",
     "float32_matmul", "fp8_einsum", "group_alignment", "grouped_low_rank", "grouped_matmul",

@@ -22,7 +22,7 @@ from meshwright.ops.attention.paged_triton import unavailable as no_triton
 from meshwright.ops.collectives import current_platform, untyped
 from meshwright.ops.quantized import Quantized
 
-MOST_TOKENS = 128  # more take longer to multiply than to read
+FEW_TOKENS = 128  # more take longer to multiply than to read
 _FEWEST = 16  # tokens that a tensor core's matmul takes
 _BLOCK = 64  # of the dims of matrices, which have a multiple of it
 _STAGES = 4  # blocks that are being read
@@ -36,8 +36,8 @@ def unavailable(tokens: int, dtype: Any, *dims: int) -> str | None:
     """Why these kernels cannot be used for so many tokens and matrices of `dims`, or None."""
     if current_platform() not in ("gpu", "cuda"):
         return "it runs on NVIDIA GPUs"
-    if tokens > MOST_TOKENS:
-        return f"it is for at most {MOST_TOKENS} tokens, these are {tokens}"
+    if tokens > FEW_TOKENS:
+        return f"it is for at most {FEW_TOKENS} tokens, these are {tokens}"
     if jnp.dtype(dtype).itemsize != 2:
         return f"it is for 16 bits, not {jnp.dtype(dtype).name}"
     if any(dim % _BLOCK for dim in dims):

@@ -180,6 +180,10 @@ PREFILL = 0.90
 # measured (benchmarks/serve_parts.py): time of a matmul of weights and activations of fp8, to that
 # in bfloat16: 0.66, 0.61 and 0.73 with 128, 256 and 2,048 tokens
 FP8_SERVED = 0.67
+# fitted: of the peak, in the kernel for experts of few tokens, which multiplies each with all of
+# them: qwen3-30b-a3b in bfloat16 with 128 sequences, and its experts in fp8 with 16, 64 and 128
+EXPERTS_OF_16_BITS = 0.38
+EXPERTS_OF_8_BITS = 0.51
 # measured under load (benchmarks/serve_steps.py, 8B, batch 64), seconds of a layer: what a step
 # with a chunk takes beside its matmuls, reads and attention (1 x 32, 1 x 128 and 1 x 512 tokens:
 # 8.1, 8.9 and 16.2 ms), and one with several prompts (4 x 128: 18.2 ms)

@@ -14,6 +14,7 @@ from meshwright.arithmetic import round_up
 from meshwright.audits import Collective
 from meshwright.errors import MeshwrightError
 from meshwright.models import LoraConfig, indivisible, serving_of
+from meshwright.ops import FEW_TOKENS
 from meshwright.planner import efficiency
 from meshwright.planner.attention import keys_seen, splits_of
 from meshwright.planner.device import Device
@@ -223,7 +224,7 @@ def work(step: StepModel) -> Work:
     cache = _cache_bytes(step)
     rate = _matmul(step, many)
     parts = {
-        "weights": max(read / bandwidth, flops / _peak(step, rate)),
+        "weights": max(read / bandwidth, flops / _peak(step, rate)) + _experts_more(step, many),
         "cache": cache / bandwidth,
         "gaps between kernels": _gaps(step),
         "sequences": sequences / number(efficiency.SEQUENCES_PER_SECOND, "sequences/s"),
@@ -369,13 +370,40 @@ def _weight_bytes(step: StepModel, tokens: int) -> Number:
         rest = stack.weights + _copies(step, stack) - stack.expert_weights - router
         weights = one * number(rest)
         if stack.experts is not None:
-            weights = weights + used * number(router)
-            count, chosen = stack.experts.count, stack.experts.per_token
-            touched = number(count * (1 - (1 - chosen / count) ** tokens), "experts")
-            expert = number(stack.expert_weights // count) / device.ep
-            weights = weights + one * touched * expert
+            weights = weights + used * number(router) + one * _touched(step, stack, tokens)
         read = read + number(stack.layers, "layers") * weights / device.tp
     return read
+
+
+def _touched(step: StepModel, stack: StackSizes, tokens: int) -> Number:
+    """Weights of a layer's experts that at least one token is expected to choose, on a device."""
+    assert stack.experts is not None
+    count, chosen = stack.experts.count, stack.experts.per_token
+    touched = step.number(count * (1 - (1 - chosen / count) ** tokens), "experts")
+    return touched * step.number(stack.expert_weights // count) / step.device.ep
+
+
+def _experts_more(step: StepModel, tokens: int) -> Number:
+    """Seconds that experts of few tokens take beside reading them, on GPUs.
+
+    Each expert is multiplied with all tokens (ops/experts_triton.py): in 16 bits while it is read,
+    in 8 bits after it is converted.
+    """
+    more: Number = step.number(0, "s")
+    if step.machine.chip.platform != "gpu" or tokens > FEW_TOKENS:
+        return more
+    is_small = step.choice.weights is not None
+    rate = efficiency.EXPERTS_OF_8_BITS if is_small else efficiency.EXPERTS_OF_16_BITS
+    multiplied = step.number(max(tokens, 16), "tokens")
+    for stack in step.sizes.generating:
+        if stack.experts is None:
+            continue
+        layers = step.number(stack.layers, "layers")
+        weights = layers * _touched(step, stack, tokens) / step.device.tp
+        took = 2 * weights * multiplied / _peak(step, rate)
+        read = step.device.used * weights / _bandwidth(step)
+        more = more + (took if is_small else max(took - read, 0 * read))
+    return more
 
 
 def _met(step: StepModel, stacks: Sequence[StackSizes]) -> Number:
