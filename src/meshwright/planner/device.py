@@ -13,7 +13,6 @@ from meshwright.planner.attention import (
     plain_attention,
     splits_of,
     strategy_of,
-    with_strategy,
 )
 from meshwright.planner.sizes import ModelSizes, StackSizes
 from meshwright.planner.terms import MakeNumber, Number, plain
@@ -30,8 +29,6 @@ class Device:
     """A device's share of a workload: sizes as numbers or, to be printed, as terms."""
 
     def __init__(self, workload: Workload, choice: Choice, number: MakeNumber = plain) -> None:
-        if choice.context_parallel == "auto":
-            choice = with_strategy(workload, choice)
         self.workload, self.choice, self.number = workload, choice, number
         self.machine = machine = workload.machine
         self.sizes = sizes = workload.sizes

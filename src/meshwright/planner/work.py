@@ -9,7 +9,7 @@ from meshwright.ops.attention import backward_kernels
 from meshwright.planner import efficiency
 from meshwright.planner.attention import attention_slowdown, keys_seen, splits_of
 from meshwright.planner.device import ITEM_BYTES, LAYER_BYTES
-from meshwright.planner.sizes import BlockSizes, Matrix, StackSizes, adapter_numbers
+from meshwright.planner.sizes import BlockSizes, StackSizes, adapter_numbers
 from meshwright.planner.step import StepModel, Work
 from meshwright.planner.workload import Choice
 
@@ -187,36 +187,28 @@ def _add_matmuls(
 ) -> None:
     """Add the matmuls of a block in all layers of its stack."""
     choice, workload = step.choice, step.workload
-    keys_from = block.attention.keys_from if block.attention else ""
-    by_field: dict[tuple[str, str, bool, bool], list[Matrix]] = {}
-    for matrix in block.matrices:
-        field = keys_from if matrix.of_keys and keys_from else stack.field
-        alike = field, matrix.kind, matrix.whole, matrix.of_latent
-        by_field.setdefault(alike, []).append(matrix)
-    for (field, kind, whole, of_latent), matrices in by_field.items():
+    for alike in block.alike:
+        one, field = alike.matrices[0], alike.keys_from or stack.field
         tokens: float = step.device.sequences * (workload.lengths[field] // choice.context)
-        weights = sum(matrix.weights for matrix in matrices)
         split, slowest = choice.tensor, 1.0
         side = min(block.inner / choice.tensor, step.sizes.embed)
-        if whole:
-            split, side = 1, min(max(one.inner for one in matrices), step.sizes.embed)
-        elif of_latent:
-            side = min(side, max(one.inputs for one in matrices))
-        elif kind == "expert" and block.experts is not None:
+        if one.whole:
+            split, side = 1, min(max(one.inner for one in alike.matrices), step.sizes.embed)
+        elif one.of_latent:
+            side = min(side, max(one.inputs for one in alike.matrices))
+        elif one.kind == "expert" and block.experts is not None:
             # a device has its part of the experts, and of every device those tokens that chose them
             ways, slowest = choice.size("ep"), workload.imbalance
-            split, tokens = split * ways, tokens * ways * matrices[0].share
+            split, tokens = split * ways, tokens * ways * one.share
             side = min(side, block.inner / block.experts.per_token / choice.tensor)
             if step.device.exchange:  # saves nothing of what experts make
-                saved = saved - {matrix.output for matrix in matrices}
+                saved = saved - {matrix.output for matrix in alike.matrices}
         # a matmul is computed again unless what it makes is saved
-        repeated = sum(
-            matrix.weights for matrix in matrices if matrix.output and matrix.output not in saved
-        )
-        trained = sum(matrix.weights for matrix in matrices if matrix.trained_layers)
-        shape = weights / split, side, tokens
+        repeated = sum(weights for output, weights in alike.outputs if output not in saved)
+        shape = alike.weights / split, side, tokens
         flops, forward = _matmul(step, shape, 1.0)
-        more, backward = _matmul(step, shape, 1.0 + trained / weights + repeated / weights)
+        passes = 1.0 + alike.gradient_weights / alike.weights + repeated / alike.weights
+        more, backward = _matmul(step, shape, passes)
         in_fp8 = workload.fp8_layers(stack.layers)
         faster = efficiency.fp8(step.machine.chip, min(side, tokens))
         layers = slowest * (stack.layers - in_fp8 + in_fp8 / faster)
