@@ -52,9 +52,9 @@ class Device:
         self.copies = self.casts or (frozen and not self.quantizes)
         # a GPU's compiler frees a layer's cast weights as its gradients come, but in a loop, or if
         # gradients are sent
-        is_loop = workload.scan or choice.remat == OFFLOAD
+        self.loops = workload.scan or choice.remat == OFFLOAD
         alone = machine.chip.platform == "gpu" and split * choice.size("dp") == 1
-        self.frees_by_layer = alone and self.casts and not is_loop
+        self.frees_by_layer = alone and self.casts and not self.loops
         self.ep = number(choice.size("ep"), name="ep")
         self.exchange = exchange_of(workload, choice)
         self.embed = number(sizes.embed)
