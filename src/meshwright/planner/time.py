@@ -60,7 +60,9 @@ def step_time(step: StepModel) -> StepTime:
     exposed, links = 0.0, placement.links
     for one in step.collectives:
         link = links.get(one.axes) or over(placement, one.axes)
-        each = link.seconds(one.operation, one.bytes) + (one.pieces - 1) * link.latency
+        each = link.seconds(one.operation, one.bytes)
+        if one.pieces > 1:
+            each += (one.pieces - 1) * link.latency
         seconds = one.times * each
         exposed += seconds
         place, able = "", 0.0  # needed at once, or sent when no layer computes

@@ -225,21 +225,31 @@ def _heads(stack: StackSizes) -> int:
 def _attention(step: StepModel, again: bool) -> _Passes:
     """Attention by the number of keys seen: 2 matmuls forward, 4 backward, 2 if computed again."""
     workload, choice, total = step.workload, step.choice, _Passes()
-    chip = step.machine.chip
-    peak = chip.bf16_flops / chip.cores_per_chip
+    key = step.machine.chip.name, choice.tensor, choice.context, step.device.strategy
+    rates = workload.once(("attention rates", *key), lambda: _attention_rates(step))
     on_device = step.device.sequences * choice.accumulation
+    for flops, part, rate, matmuls in rates:
+        unit = flops * (on_device * part)
+        total.forward += 2 * unit / rate
+        total.backward += (matmuls + 2 * again) * unit / rate
+        total.computed += (6 + 2 * again) * unit
+    return total
+
+
+def _attention_rates(step: StepModel) -> list[tuple[float, int, float, float]]:
+    """Of every attention: FLOPs of a matmul and token, tokens, FLOP/s, matmuls backward."""
+    workload, choice, chip = step.workload, step.choice, step.machine.chip
+    peak = chip.bf16_flops / chip.cores_per_chip
+    found = []
     for index, (stack, attention, split) in enumerate(splits_of(workload, choice)):
         keys = split.keys or split.length
-        tokens = on_device * split.part
-        unit = stack.layers * split.heads * split.head_dim * 2.0
-        unit *= keys_seen(attention, split.length, keys) * tokens
+        flops = stack.layers * split.heads * split.head_dim * 2.0
+        flops *= keys_seen(attention, split.length, keys)
         slowdown, padded = attention_slowdown(workload, choice, index)
         rate = peak * efficiency.attention(chip, split.head_dim, padded) / slowdown
         if step.device.strategy in ("ring", "allgather"):
             rate *= efficiency.ring_steps(split.part)
         # on TPUs the backward pass over long parts of sequences: 7 matmuls instead of 5
         two_kernels = step.machine.is_tpu and backward_kernels(split.part) == 2
-        total.forward += 2 * unit / rate
-        total.backward += (4 * (7 / 5 if two_kernels else 1.0) + 2 * again) * unit / rate
-        total.computed += (6 + 2 * again) * unit
-    return total
+        found.append((flops, split.part, rate, 4 * (7 / 5 if two_kernels else 1.0)))
+    return found
