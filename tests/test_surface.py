@@ -5,7 +5,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ def test_every_public_name_is_there_and_documented() -> None:
         thing = getattr(mw, name)
         written = thing.__doc__ and not thing.__doc__.startswith(f"{name}(")
         assert name == "CHIPS" or written, name
+
+
+def test_editors_know_what_plan_and_prove_return() -> None:
+    def returned(function: Callable[..., object]) -> list[object]:
+        return [one.__annotations__["return"] for one in typing.get_overloads(function)]
+
+    assert returned(mw.plan) == [mw.ProgramPlan, mw.Plan]
+    assert returned(mw.prove) == [mw.ProgramProof, mw.Proof]
 
 
 def test_a_mistake_is_a_value_error() -> None:

@@ -1,20 +1,34 @@
 """`mw.plan` and `mw.prove`: of a model, or of any function; `mw.train`: with either backend."""
 
 import functools
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, overload
 
 from meshwright.errors import MeshwrightError
+from meshwright.machines import Machine
+from meshwright.planner import Plan, ProgramPlan, planned
 from meshwright.planner import plan as plan_model
-from meshwright.planner import planned
-from meshwright.proofs import plan_program, prove_program
+from meshwright.proofs import ProgramProof, Proof, plan_program, prove_program
 from meshwright.proofs import prove as prove_config
 from meshwright.serving import TextSampler
 from meshwright.training import TrainConfig, settings_flags, with_commits
 from meshwright.training import train as train_in_jax
 
 
-def plan(what: Any, *arguments: Any, **settings: Any) -> Any:
+@overload
+def plan(
+    function: Callable[..., Any], args: Sequence[Any], /, on: Machine | str, **settings: Any
+) -> ProgramPlan: ...
+@overload
+def plan(
+    model: Any,
+    /,
+    on: Machine | str,
+    batch: int | None = None,
+    seq: int | None = None,
+    **settings: Any,
+) -> Plan: ...
+def plan(what: Any, /, *arguments: Any, **settings: Any) -> Any:
     """Every mesh for a model on a machine, ranked; or what a function costs on one.
 
     plan("llama-3.1-8b", "v5p:4x4x4", batch=256, seq=4096) → Plan, as meshwright.planner.plan
@@ -26,7 +40,13 @@ def plan(what: Any, *arguments: Any, **settings: Any) -> Any:
     return (plan_program if callable(what) else plan_model)(what, *arguments, **settings)
 
 
-def prove(what: Any, *arguments: Any, **settings: Any) -> Any:
+@overload
+def prove(
+    function: Callable[..., Any], args: Sequence[Any], /, on: Machine | str, **settings: Any
+) -> ProgramProof: ...
+@overload
+def prove(config: TrainConfig, /, on: Machine | str, **settings: Any) -> Proof: ...
+def prove(what: Any, /, *arguments: Any, **settings: Any) -> Any:
     """Compile a train step, or a function, for a machine that is not here.
 
     prove(TrainConfig("tiny", mesh="fsdp=8", batch=8), "cpu:8") → Proof, as meshwright.proofs.prove

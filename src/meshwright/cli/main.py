@@ -1,5 +1,7 @@
 """`meshwright COMMAND`: takes care of Ctrl-C, then imports what the command needs."""
 
+import atexit
+import gc
 import os
 import signal
 import sys
@@ -11,6 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if arguments is None:
         arguments = sys.argv[1:]
         signal.signal(signal.SIGINT, _stopped)  # at once; what follows takes milliseconds
+        atexit.register(gc.freeze)  # a process that ends need not look for what could be freed
         from meshwright.interrupt import end_on_ctrl_c
 
         end_on_ctrl_c()

@@ -19,6 +19,7 @@ from meshwright.cli.flags import (
     take_switch,
 )
 from meshwright.errors import MeshwrightError
+from meshwright.lazy import without_collector
 from meshwright.machines import Catalogue, Machine, read_catalogue
 from meshwright.present import write_page
 
@@ -93,6 +94,7 @@ _NOT_OF_LOADS = (
 LENGTH = 8192  # of sequences, where machines are compared and none is given
 
 
+@without_collector()
 def plan_command(arguments: Sequence[str]) -> None:
     """Rank every mesh of a machine for a model: step time, memory, what limits it, and why.
 

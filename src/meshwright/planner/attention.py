@@ -10,6 +10,7 @@ from meshwright.models import Attention, activation_layouts, choose_exchange, fa
 from meshwright.ops.attention import (
     FLOPS_PER_BYTE,
     STRATEGIES,
+    Call,
     Mask,
     Split,
     calls_of,
@@ -175,18 +176,18 @@ def kernels_of(workload: Workload, choice: Choice) -> tuple[Kernel, ...]:
     found: tuple[Kernel, ...] | None = workload.kernels.get(key)
     if found is None:
         kernel = workload.config.compute.attention
-        call = strategy, chip.platform, chip.device_kinds[0], workload.dtype, kernel
+        of_splits = (
+            calls_of(split, strategy, chip.platform, workload.dtype, segmented=True)
+            for _, _, split in splits_of(workload, choice)
+        )
         found = workload.kernels[key] = tuple(
-            _kernel(split, *call) for _, _, split in splits_of(workload, choice)
+            _kernel(calls, kernel, chip.platform, chip.device_kinds[0]) for calls in of_splits
         )
     return found
 
 
 @functools.lru_cache(maxsize=4096)
-def _kernel(
-    split: Split, strategy: str, platform: str, kind: str, dtype: str, kernel: str
-) -> Kernel:
+def _kernel(calls: tuple[Call, ...], kernel: str, platform: str, kind: str) -> Kernel:
     if platform == "cpu":
         return None, 1.0
-    calls = calls_of(split, strategy, platform, dtype, segmented=True)
     return slow_kernel(calls, kernel, kind), padding(calls, kernel, kind)

@@ -13,7 +13,6 @@ from meshwright.planner.attention import (
     plain_attention,
     splits_of,
     strategy_of,
-    with_strategy,
 )
 from meshwright.planner.sizes import ModelSizes, StackSizes
 from meshwright.planner.terms import MakeNumber, Number, plain
@@ -30,8 +29,6 @@ class Device:
     """A device's share of a workload: sizes as numbers or, to be printed, as terms."""
 
     def __init__(self, workload: Workload, choice: Choice, number: MakeNumber = plain) -> None:
-        if choice.context_parallel == "auto":
-            choice = with_strategy(workload, choice)
         self.workload, self.choice, self.number = workload, choice, number
         self.machine = machine = workload.machine
         self.sizes = sizes = workload.sizes
@@ -55,9 +52,9 @@ class Device:
         self.copies = self.casts or (frozen and not self.quantizes)
         # a GPU's compiler frees a layer's cast weights as its gradients come, but in a loop, or if
         # gradients are sent
-        is_loop = workload.scan or choice.remat == OFFLOAD
+        self.loops = workload.scan or choice.remat == OFFLOAD
         alone = machine.chip.platform == "gpu" and split * choice.size("dp") == 1
-        self.frees_by_layer = alone and self.casts and not is_loop
+        self.frees_by_layer = alone and self.casts and not self.loops
         self.ep = number(choice.size("ep"), name="ep")
         self.exchange = exchange_of(workload, choice)
         self.embed = number(sizes.embed)

@@ -14,7 +14,6 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from meshwright.models import OFFLOAD
 from meshwright.planner.constraints import Constraints
@@ -34,6 +33,9 @@ from meshwright.planner.workload import Choice, Workload
 
 Bounds = dict[tuple[int, int, int], float]
 """By the sizes of tp, sp and ep: seconds of a step, times devices, that it takes at least."""
+_OVER_DATA = frozenset({"dp", "fsdp"})
+Variant = tuple[bool, int, str]
+"""What tells relaxed steps on one mesh from each other."""
 
 
 def fastest(
@@ -65,6 +67,8 @@ def fastest(
             break
         if mesh is None and bound < split.waiting:
             heapq.heappush(queue, (split.waiting, next(order), split, None, False))
+            if not machine.is_tpu:
+                known[split.sizes] = devices * split.waiting
         elif mesh is None:
             seconds = [split.relaxed(each, limit) for each in split.meshes]
             for each, least in zip(split.meshes, seconds, strict=True):
@@ -92,27 +96,43 @@ class _Split:
         self.workload, self.limits, self.meshes = workload, limits, meshes
         self.sizes, self.sharded = _but_data(meshes[0]), _all_fsdp(meshes[0])
         self.steps = list(_relaxed(workload, self.sharded, limits))
-        self.work = min(map(_work, self.steps))
-        self.times: dict[tuple[Choice, tuple[Any, ...]], StepTime] = {}  # of relaxed steps
+        # with sequence parallelism a device computes no more than without
+        along = [step for step in self.steps if step.choice.sequence_parallel]
+        self.work = min(map(_work, along or self.steps))
+        self._times: dict[tuple[Choice, Variant], StepTime] = {}  # of relaxed steps
 
     @functools.cached_property
-    def _least(self) -> list[tuple[float, StepModel]]:
-        return [(_work(step) + _waits(step), step) for step in self.steps]
+    def _waits(self) -> dict[Variant, tuple[float, StepModel]]:
+        """Of each relaxed step, what tp, sp and ep make it wait for."""
+        return {_variant(step.choice): (_waits(step), step) for step in self.steps}
+
+    @functools.cached_property
+    def _least(self) -> list[tuple[float, Variant]]:
+        """Seconds at least of each relaxed step, the shortest first."""
+        waits = self._waits.items()
+        return sorted((_work(step) + seconds, variant) for variant, (seconds, step) in waits)
 
     @property
     def waiting(self) -> float:
         """Seconds at least, with what tp, sp and ep make it wait for."""
-        return min(seconds for seconds, _ in self._least)
+        return self._least[0][0]
+
+    def _time(self, mesh: Choice, variant: Variant) -> StepTime:
+        """Of a relaxed step on a mesh."""
+        if (mesh, variant) not in self._times:
+            other = self._waits[variant][1]
+            step = StepModel(other.workload, other.choice.changed(sizes=mesh.sizes))
+            step.work = other.work  # but for the optimizer's, which is no less
+            self._times[mesh, variant] = step_time(step)
+        return self._times[mesh, variant]
 
     def relaxed(self, mesh: Choice, limit: float) -> float:
         """Seconds at least on a mesh, if memory were no limit; `limit` if not less than that."""
         shortest = limit
-        for least, other in self._least:
-            if least < limit:
-                step = StepModel(other.workload, other.choice.changed(sizes=mesh.sizes))
-                step.work = other.work  # but for the optimizer's, which is no less
-                timing = self.times[(mesh, _variant(other.choice))] = step_time(step)
-                shortest = min(shortest, timing.step)
+        for least, variant in self._least:
+            if least >= shortest:
+                break
+            shortest = min(shortest, self._time(mesh, variant).step)
         return shortest
 
     @functools.cached_property
@@ -129,15 +149,23 @@ class _Split:
         # of ways that need the reserve, others may be better that do not
         if self._fitting is None or self._fitting[0].memory.tight:
             return 0.0
-        return min(
-            (
-                least_seconds(one.step, self.times[mesh, variant])
-                for one in different(self._fitting)
-                if (mesh, variant := _variant(one.choice)) in self.times
-                and one.working_seconds < limit
-            ),
-            default=math.inf,
-        )
+        shortest = math.inf
+        for least, variant in self._least:
+            if least >= min(limit, shortest):
+                break
+            waits, _ = self._waits[variant]
+            for one in self._ways.get(variant, ()):
+                if one.working_seconds + waits < min(limit, shortest):
+                    shortest = min(shortest, least_seconds(one.step, self._time(mesh, variant)))
+        return shortest
+
+    @functools.cached_property
+    def _ways(self) -> dict[Variant, list[Candidate]]:
+        """What fits where all is fsdp."""
+        ways: dict[Variant, list[Candidate]] = {}
+        for one in different(self._fitting or []):
+            ways.setdefault(_variant(one.choice), []).append(one)
+        return ways
 
     def quickest(self, mesh: Choice) -> Candidate | None:
         """The fastest way that fits on a mesh."""
@@ -148,8 +176,7 @@ class _Split:
         return quickest(fits) if fits else None
 
 
-def _variant(choice: Choice) -> tuple[Any, ...]:
-    """What tells relaxed steps on one mesh from each other."""
+def _variant(choice: Choice) -> Variant:
     return choice.sequence_parallel, choice.mlp_chunk, choice.context_parallel
 
 
@@ -201,6 +228,6 @@ def _waits(step: StepModel) -> float:
     placement = place_axes(step.machine, step.choice.sizes)
     seconds = 0.0
     for one in step.collectives:
-        if not hides(one) and not {*one.axes} & {"dp", "fsdp"}:
+        if not hides(one) and _OVER_DATA.isdisjoint(one.axes):
             seconds += one.times * over(placement, one.axes).seconds(one.operation, one.bytes)
     return seconds

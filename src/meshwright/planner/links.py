@@ -134,10 +134,15 @@ def _on_torus(placement: Placement, axes: tuple[int, ...]) -> Link:
 
 
 def _on_hosts(placement: Placement, axes: tuple[int, ...]) -> Link:
-    machine = placement.machine
-    chip = machine.chip
     hosts = math.prod(placement.shares[axis][0] for axis in axes)
     inside = math.prod(placement.shares[axis][1] for axis in axes)
+    return _between_hosts(placement.machine, hosts, inside)
+
+
+@functools.lru_cache(maxsize=4096)
+def _between_hosts(machine: Machine, hosts: int, inside: int) -> Link:
+    """Between `inside` devices of each of so many hosts."""
+    chip = machine.chip
     fast = chip.link_bandwidth * chip.links
     linked = "Infinity Fabric" if chip.device_kinds[0].startswith("AMD") else "NVLink"
     name = linked if chip.links > 1 else "PCIe" if chip.platform == "gpu" else "memory"

@@ -18,13 +18,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.lazy import without_collector
 from meshwright.machines import Catalogue, Chip, Machine, Price, machine_sizes
 from meshwright.models import encodes_prompts, model_config, override
 from meshwright.planner import efficiency
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.machines_compared import NoOffer
 from meshwright.planner.memory import largest_batch
-from meshwright.planner.planner import engine_setting, without_collector
+from meshwright.planner.planner import engine_setting
 from meshwright.planner.result import Estimate
 from meshwright.planner.schedules.engine import Costs
 from meshwright.planner.serving import search_serving

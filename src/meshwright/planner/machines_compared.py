@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.lazy import without_collector
 from meshwright.machines import CHIPS, Catalogue, Chip, Machine, Price, machine_sizes
 from meshwright.models import model_config
 from meshwright.planner import efficiency
@@ -23,7 +24,7 @@ from meshwright.planner.constraints import Constraints
 from meshwright.planner.fastest import Bounds, fastest
 from meshwright.planner.goodput import DAY, LongRun
 from meshwright.planner.long_run import checkpoint_bytes, flops_per_token
-from meshwright.planner.planner import estimated, without_collector
+from meshwright.planner.planner import estimated
 from meshwright.planner.result import Estimate
 from meshwright.planner.stacks import like as stack_like
 from meshwright.planner.workload import Workload

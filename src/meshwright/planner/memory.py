@@ -5,15 +5,15 @@ from collections.abc import Callable
 
 from meshwright.models import OFFLOAD
 from meshwright.planner.result import Memory
-from meshwright.planner.step import Kinds, StepModel
-from meshwright.planner.terms import Number, term
+from meshwright.planner.step import StepModel
+from meshwright.planner.terms import term
 from meshwright.planner.workload import Choice, Workload
 from meshwright.training import LARGEST_COUNT
 
 
 def memory(step: StepModel) -> Memory:
     """What a device holds at the highest moment, and what it has."""
-    kinds = {kind: math.ceil(number) for kind, number in _fullest(step).items() if number}
+    kinds = {kind: math.ceil(number) for kind, number in step.fullest.items() if number}
     machine = step.machine
     if step.choice.remat != OFFLOAD:
         return Memory(kinds, machine.usable_memory)
@@ -32,19 +32,12 @@ def formulas(step: StepModel) -> dict[str, str]:
     parameters: 4 bytes · ((32 layers · 218,103,808 + 1,050,673,152) / 64 devices + 266,240)
     """
     printed = StepModel(step.workload, step.choice, term)
-    return {kind: str(number) for kind, number in _fullest(printed).items() if number}
+    return {kind: str(number) for kind, number in printed.fullest.items() if number}
 
 
 def peak_bytes(step: StepModel) -> dict[str, float]:
     """Total bytes at each moment when memory can be highest."""
     return {peak: sum(kinds.values()) for peak, kinds in step.peaks.items()}
-
-
-def _fullest(step: StepModel) -> Kinds:
-    def total(kinds: Kinds) -> Number:
-        return sum(kinds.values())
-
-    return max(step.peaks.values(), key=total)
 
 
 def largest_batch(workload: Workload, choice: Choice) -> int | None:

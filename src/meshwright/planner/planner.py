@@ -5,16 +5,15 @@
 'dp=1,fsdp=64,tp=1,sp=1'
 """
 
-import contextlib
 import dataclasses
-import gc
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from meshwright.audits import wire_bytes
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import flat_settings
+from meshwright.lazy import without_collector
 from meshwright.machines import Machine, larger
 from meshwright.models import QUANTIZED_BASES, family_of, model_config, what_fits
 from meshwright.ops import QUANTIZED_DTYPES
@@ -99,18 +98,6 @@ def plan(
         like=like,
     )  # fmt: skip
     return dataclasses.replace(made, cost_per_hour=cost_per_hour)
-
-
-@contextlib.contextmanager
-def without_collector() -> Iterator[None]:
-    """Many small values are made, none of them in a cycle: to collect them takes an eighth."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @without_collector()

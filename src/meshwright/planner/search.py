@@ -195,15 +195,20 @@ def allowed_meshes(workload: Workload, limits: Constraints) -> Iterator[Choice]:
 
 def why_not(workload: Workload, mesh: Choice, limits: Constraints) -> str | None:
     """Why a mesh cannot be, whatever the memory; None if it can."""
+
+    def find() -> str | None:
+        asked = mesh.changed(sequence_parallel=True) if parallel else mesh
+        why = workload.schedule.refusal(workload, asked)
+        if why is None:
+            try:
+                _strategies(workload, mesh, limits)
+            except MeshwrightError as reason:
+                why = str(reason)
+        return why
+
     parallel = limits.fixed.get("sequence_parallel", False)
-    asked = mesh.changed(sequence_parallel=True) if parallel else mesh
-    why = workload.schedule.refusal(workload, asked)
-    if why is None:
-        try:
-            _strategies(workload, mesh, limits)
-        except MeshwrightError as reason:
-            why = str(reason)
-    return why
+    strategy = limits.fixed.get("context_parallel", "auto")
+    return workload.once(("why not", parallel, strategy, *mesh.key), find)
 
 
 def feasible(
@@ -240,22 +245,30 @@ def _feasible(
     policies = tuple(name for name in workload.remat if name != OFFLOAD)
     kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else policies
     accumulation = limits.fixed.get("accumulation")
+    sequences = workload.batch // mesh.data_ranks
+    numbers = divisors(sequences) if accumulation is None else (accumulation,)
+    if smallest:
+        numbers = numbers[-1:]
     fits: list[Candidate] = []
     least: Candidate | None = None
+    if sequences % numbers[-1]:
+        return fits, least
     for base in variants(workload, mesh, limits):
         if base.mlp_chunk and any(not one.choice.mlp_chunk for one in fits):
             break
         # where keeping least does not fit, nothing does
-        last = _fewest(workload, base, kinds[-1], accumulation, smallest, reserve)
-        for kind in kinds if last is not None and last.fits(reserve) else kinds[-1:]:
+        last = _fewest(workload, base, kinds[-1], numbers, reserve)
+        fewest, most = last.choice.accumulation, math.inf
+        for kind in kinds if last.fits(reserve) else kinds[-1:]:
             one = last
             if kind != kinds[-1]:
-                one = _fewest(workload, base, kind, accumulation, smallest, reserve)
-            if one is None:
-                continue
+                # what keeps less needs no more micro-batches
+                between = tuple(number for number in numbers if fewest <= number <= most)
+                one = _fewest(workload, base, kind, between, reserve, most < math.inf)
             if one.fits(reserve):
                 fits.append(one)
-                if one.choice.accumulation == 1 and not smallest:
+                most = one.choice.accumulation
+                if most == fewest and not smallest:
                     break  # keeping less is slower
             elif least is None or one.memory.total < least.memory.total:
                 least = one
@@ -295,35 +308,30 @@ def _fewest(
     workload: Workload,
     base: Choice,
     remat: str,
-    accumulation: int | None,
-    most: bool,
+    numbers: tuple[int, ...],
     reserve: bool,
-) -> Candidate | None:
-    """With the fewest micro-batches that fit, or the most if none does; None if none divides."""
-    sequences = workload.batch // base.data_ranks
-    numbers = divisors(sequences) if accumulation is None else (accumulation,)
-    if most:
-        numbers = numbers[-1:]
-    if sequences % numbers[-1]:
-        return None
+    most_fits: bool = False,
+) -> Candidate:
+    """With the fewest micro-batches of `numbers` that fit, or the most if none does."""
 
     def at(index: int) -> Candidate:
         choice = base.changed(remat=remat, accumulation=numbers[index])
         step = StepModel(workload, choice)
         return Candidate(step, memory(step))
 
-    first = at(0)
+    first, best = at(0), None
     if first.fits(reserve) or len(numbers) == 1:
         return first
-    last = at(len(numbers) - 1)
-    if not last.fits(reserve):
-        return last
-    low, high, best = 0, len(numbers) - 1, last  # low does not fit, high does
+    if not most_fits:
+        best = at(len(numbers) - 1)
+        if not best.fits(reserve):
+            return best
+    low, high = 0, len(numbers) - 1  # low does not fit, high does
     while high - low > 1:
         middle = (low + high) // 2
         one = at(middle)
         low, high, best = (low, middle, one) if one.fits(reserve) else (middle, high, best)
-    return best
+    return best or at(high)
 
 
 def _too_large(smallest: Candidate) -> Refusal:

@@ -59,6 +59,27 @@ class Matrix:
 
 
 @dataclasses.dataclass(frozen=True)
+class AlikeMatrices:
+    """Matrices of a block that meet the same tokens, and that devices split alike."""
+
+    matrices: tuple[Matrix, ...]
+    keys_from: str  # the batch field of those tokens, where it is not the stack's
+
+    @functools.cached_property
+    def weights(self) -> int:
+        return sum(matrix.weights for matrix in self.matrices)
+
+    @functools.cached_property
+    def gradient_weights(self) -> int:
+        return sum(matrix.weights for matrix in self.matrices if matrix.trained_layers)
+
+    @functools.cached_property
+    def outputs(self) -> tuple[tuple[str, int], ...]:
+        """The activations that they make, each with the weights it takes."""
+        return tuple((matrix.output, matrix.weights) for matrix in self.matrices if matrix.output)
+
+
+@dataclasses.dataclass(frozen=True)
 class BlockSizes:
     """A block of a layer."""
 
@@ -75,6 +96,16 @@ class BlockSizes:
 
     def of_kind(self, kind: str) -> tuple[Matrix, ...]:
         return tuple(matrix for matrix in self.matrices if matrix.kind == kind)
+
+    @functools.cached_property
+    def alike(self) -> "tuple[AlikeMatrices, ...]":
+        """Its matrices by the tokens that they meet, and by how they are split."""
+        keys_from = self.attention.keys_from if self.attention else ""
+        found: dict[tuple[str, str, bool, bool], list[Matrix]] = {}
+        for one in self.matrices:
+            field = keys_from if one.of_keys else ""
+            found.setdefault((field, one.kind, one.whole, one.of_latent), []).append(one)
+        return tuple(AlikeMatrices(tuple(same), field) for (field, *_), same in found.items())
 
     @functools.cached_property
     def with_gradients(self) -> tuple[Matrix, ...]:

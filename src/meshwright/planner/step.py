@@ -16,19 +16,18 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from meshwright.audits import Collective
 from meshwright.meshes import STANDARD_AXES
 from meshwright.models import describe_padding
-from meshwright.planner.attention import kernels_of, standard_rules
+from meshwright.planner.attention import kernels_of, standard_rules, with_strategy
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.device import Device, DeviceStack
 from meshwright.planner.sizes import Vectors, adapter_numbers
 from meshwright.planner.terms import MakeNumber, Number, plain
-from meshwright.planner.workload import Choice, Workload
+from meshwright.planner.workload import Choice, Made, Workload
 
-Made = TypeVar("Made")
 Kinds = dict[str, Number]
 """Bytes by kind: parameters, gradients, saved activations …"""
 
@@ -106,9 +105,15 @@ class StepModel:
     ) -> None:
         choice = workload.choice if choice is None else choice
         self.workload = workload = workload.schedule.held(workload, choice)
-        self.device = device = Device(workload, choice, number)
-        self.choice, self.machine, self.number = device.choice, workload.machine, number
+        if choice.context_parallel == "auto":
+            choice = with_strategy(workload, choice)
+        self.choice, self.machine, self.number = choice, workload.machine, number
         self.sizes, self.schedule = workload.sizes, workload.schedule
+
+    @functools.cached_property
+    def device(self) -> Device:
+        """The sizes of a device's share."""
+        return Device(self.workload, self.choice, self.number)
 
     @functools.cached_property
     def stacks(self) -> list[DeviceStack]:
@@ -216,19 +221,18 @@ class StepModel:
     @functools.cached_property
     def written(self) -> list[Collective]:
         """Collectives as the program has them, those over more than one device."""
-        found = self.schedule.written(self)
-        return [one for one in found if one.axes and one.bytes and one.times]
+
+        def sent() -> list[Collective]:
+            found = self.schedule.written(self)
+            return [one for one in found if one.axes and one.bytes and one.times]
+
+        return self._once(("written", self.machine.chip.platform == "cpu"), sent)
 
     def _once(self, what: tuple[Any, ...], make: Callable[[], Made]) -> Made:
         """What is made once for all machines of the same kind, where many are compared."""
-        memo = self.workload.memo
-        if memo is None or self.number is not plain:
+        if self.number is not plain:
             return make()
-        key = *what, *self.choice.key
-        if key not in memo:
-            memo[key] = make()
-        made: Made = memo[key]
-        return made
+        return self.workload.once((*what, *self.choice.key), make)
 
     @functools.cached_property
     def collectives(self) -> list[Collective]:
@@ -242,16 +246,22 @@ class StepModel:
     @functools.cached_property
     def peaks(self) -> dict[str, Kinds]:
         """What is live at each moment when memory can be highest."""
-        chip = self.machine.chip
-        by = chip.name if self.machine.is_tpu else kernels_of(self.workload, self.choice)
-        return self._once(("peaks", chip.platform, by), self._peaks)
-
-    def _peaks(self) -> dict[str, Kinds]:
         always, kinds = self.schedule.always(self), self.schedule.kinds
         return {
             name: {kind: always.get(kind, 0) + live.get(kind, 0) for kind in kinds}
             for name, live in self.schedule.peaks(self)
         }
+
+    @functools.cached_property
+    def fullest(self) -> Kinds:
+        """What is live at the moment with the most of it."""
+        chip = self.machine.chip
+        by = chip.name if self.machine.is_tpu else kernels_of(self.workload, self.choice)
+
+        def highest() -> Kinds:
+            return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
+
+        return self._once(("fullest", chip.platform, by), highest)
 
     @property
     def padding(self) -> str | None:

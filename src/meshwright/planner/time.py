@@ -57,10 +57,12 @@ def step_time(step: StepModel) -> StepTime:
     placement = place_axes(step.machine, step.choice.sizes)
     waits: list[tuple[Collective, Link, float, str, float]] = []
     wanted: dict[str, float] = {}  # seconds that could hide, by what they could hide under
-    exposed = 0.0
+    exposed, links = 0.0, placement.links
     for one in step.collectives:
-        link = over(placement, one.axes)
-        each = link.seconds(one.operation, one.bytes) + (one.pieces - 1) * link.latency
+        link = links.get(one.axes) or over(placement, one.axes)
+        each = link.seconds(one.operation, one.bytes)
+        if one.pieces > 1:
+            each += (one.pieces - 1) * link.latency
         seconds = one.times * each
         exposed += seconds
         place, able = "", 0.0  # needed at once, or sent when no layer computes

@@ -9,7 +9,7 @@ from meshwright.ops.attention import backward_kernels
 from meshwright.planner import efficiency
 from meshwright.planner.attention import attention_slowdown, keys_seen, splits_of
 from meshwright.planner.device import ITEM_BYTES, LAYER_BYTES
-from meshwright.planner.sizes import BlockSizes, Matrix, StackSizes, adapter_numbers
+from meshwright.planner.sizes import BlockSizes, StackSizes, adapter_numbers
 from meshwright.planner.step import StepModel, Work
 from meshwright.planner.workload import Choice
 
@@ -187,36 +187,28 @@ def _add_matmuls(
 ) -> None:
     """Add the matmuls of a block in all layers of its stack."""
     choice, workload = step.choice, step.workload
-    keys_from = block.attention.keys_from if block.attention else ""
-    by_field: dict[tuple[str, str, bool, bool], list[Matrix]] = {}
-    for matrix in block.matrices:
-        field = keys_from if matrix.of_keys and keys_from else stack.field
-        alike = field, matrix.kind, matrix.whole, matrix.of_latent
-        by_field.setdefault(alike, []).append(matrix)
-    for (field, kind, whole, of_latent), matrices in by_field.items():
+    for alike in block.alike:
+        one, field = alike.matrices[0], alike.keys_from or stack.field
         tokens: float = step.device.sequences * (workload.lengths[field] // choice.context)
-        weights = sum(matrix.weights for matrix in matrices)
         split, slowest = choice.tensor, 1.0
         side = min(block.inner / choice.tensor, step.sizes.embed)
-        if whole:
-            split, side = 1, min(max(one.inner for one in matrices), step.sizes.embed)
-        elif of_latent:
-            side = min(side, max(one.inputs for one in matrices))
-        elif kind == "expert" and block.experts is not None:
+        if one.whole:
+            split, side = 1, min(max(one.inner for one in alike.matrices), step.sizes.embed)
+        elif one.of_latent:
+            side = min(side, max(one.inputs for one in alike.matrices))
+        elif one.kind == "expert" and block.experts is not None:
             # a device has its part of the experts, and of every device those tokens that chose them
             ways, slowest = choice.size("ep"), workload.imbalance
-            split, tokens = split * ways, tokens * ways * matrices[0].share
+            split, tokens = split * ways, tokens * ways * one.share
             side = min(side, block.inner / block.experts.per_token / choice.tensor)
             if step.device.exchange:  # saves nothing of what experts make
-                saved = saved - {matrix.output for matrix in matrices}
+                saved = saved - {matrix.output for matrix in alike.matrices}
         # a matmul is computed again unless what it makes is saved
-        repeated = sum(
-            matrix.weights for matrix in matrices if matrix.output and matrix.output not in saved
-        )
-        trained = sum(matrix.weights for matrix in matrices if matrix.trained_layers)
-        shape = weights / split, side, tokens
+        repeated = sum(weights for output, weights in alike.outputs if output not in saved)
+        shape = alike.weights / split, side, tokens
         flops, forward = _matmul(step, shape, 1.0)
-        more, backward = _matmul(step, shape, 1.0 + trained / weights + repeated / weights)
+        passes = 1.0 + alike.gradient_weights / alike.weights + repeated / alike.weights
+        more, backward = _matmul(step, shape, passes)
         in_fp8 = workload.fp8_layers(stack.layers)
         faster = efficiency.fp8(step.machine.chip, min(side, tokens))
         layers = slowest * (stack.layers - in_fp8 + in_fp8 / faster)
@@ -233,21 +225,31 @@ def _heads(stack: StackSizes) -> int:
 def _attention(step: StepModel, again: bool) -> _Passes:
     """Attention by the number of keys seen: 2 matmuls forward, 4 backward, 2 if computed again."""
     workload, choice, total = step.workload, step.choice, _Passes()
-    chip = step.machine.chip
-    peak = chip.bf16_flops / chip.cores_per_chip
+    key = step.machine.chip.name, choice.tensor, choice.context, step.device.strategy
+    rates = workload.once(("attention rates", *key), lambda: _attention_rates(step))
     on_device = step.device.sequences * choice.accumulation
+    for flops, part, rate, matmuls in rates:
+        unit = flops * (on_device * part)
+        total.forward += 2 * unit / rate
+        total.backward += (matmuls + 2 * again) * unit / rate
+        total.computed += (6 + 2 * again) * unit
+    return total
+
+
+def _attention_rates(step: StepModel) -> list[tuple[float, int, float, float]]:
+    """Of every attention: FLOPs of a matmul and token, tokens, FLOP/s, matmuls backward."""
+    workload, choice, chip = step.workload, step.choice, step.machine.chip
+    peak = chip.bf16_flops / chip.cores_per_chip
+    found = []
     for index, (stack, attention, split) in enumerate(splits_of(workload, choice)):
         keys = split.keys or split.length
-        tokens = on_device * split.part
-        unit = stack.layers * split.heads * split.head_dim * 2.0
-        unit *= keys_seen(attention, split.length, keys) * tokens
+        flops = stack.layers * split.heads * split.head_dim * 2.0
+        flops *= keys_seen(attention, split.length, keys)
         slowdown, padded = attention_slowdown(workload, choice, index)
         rate = peak * efficiency.attention(chip, split.head_dim, padded) / slowdown
         if step.device.strategy in ("ring", "allgather"):
             rate *= efficiency.ring_steps(split.part)
         # on TPUs the backward pass over long parts of sequences: 7 matmuls instead of 5
         two_kernels = step.machine.is_tpu and backward_kernels(split.part) == 2
-        total.forward += 2 * unit / rate
-        total.backward += (4 * (7 / 5 if two_kernels else 1.0) + 2 * again) * unit / rate
-        total.computed += (6 + 2 * again) * unit
-    return total
+        found.append((flops, split.part, rate, 4 * (7 / 5 if two_kernels else 1.0)))
+    return found

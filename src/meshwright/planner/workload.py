@@ -9,8 +9,8 @@ Settings stand in TrainConfig and EngineConfig alone: here is what follows from 
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ from meshwright.training import (
 if TYPE_CHECKING:
     from meshwright.planner.step import Schedule
 
+Made = TypeVar("Made")
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -52,7 +54,7 @@ class Workload:
     engine: EngineConfig | None = None  # which serves; None: training
     imbalance: float = 1.0  # the tokens of the most loaded device's experts, over the average
     like: Stack = OURS  # whose speed is planned
-    # what steps of these settings hold and send, where many machines are compared (StepModel)
+    # what is the same on many machines, where they are compared (once)
     memo: dict[Any, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -94,6 +96,15 @@ class Workload:
         return dataclasses.replace(
             self, like=like(stack, self.machine.chip, self.config.compute.matmul, self.seq)
         )
+
+    def once(self, what: tuple[Any, ...], make: Callable[[], Made]) -> Made:
+        """What is made once for all machines that are compared."""
+        if self.memo is None:
+            return make()
+        if what not in self.memo:
+            self.memo[what] = make()
+        made: Made = self.memo[what]
+        return made
 
     @property
     def kind(self) -> Literal["train", "serve"]:
@@ -198,12 +209,12 @@ class Workload:
     @functools.cached_property
     def splits(self) -> dict[tuple[int, int], Any]:
         """How attention is split, by (tp, sp), as far as it was asked for (attention.splits_of)."""
-        return {}
+        return self.once(("splits",), dict)
 
     @functools.cached_property
     def kernels(self) -> dict[tuple[int, int, str], Any]:
         """The same of attention's kernels, by (tp, sp, strategy)."""
-        return {}
+        return self.once(("kernels", self.machine.chip.device_kinds[0]), dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +241,8 @@ class Choice:
         return cls({axis: values.pop(axis, 1) for axis in order}, **values)
 
     def __hash__(self) -> int:
-        return hash((self.mesh, self.remat, self.accumulation, self.context_parallel, self.weights))
+        mesh = tuple(self.sizes.items())
+        return hash((mesh, self.remat, self.accumulation, self.context_parallel, self.weights))
 
     def changed(self, **fields: Any) -> "Choice":
         other = object.__new__(Choice)  # a search makes tens of thousands

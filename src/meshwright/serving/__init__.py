@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from meshwright.serving.scheduler import IN_FLIGHT, Scheduler
     from meshwright.serving.scheduler import Sequence as ScheduledSequence
     from meshwright.serving.scheduler import Step as ScheduledStep
-    from meshwright.serving.settings import EngineConfig, ServeConfig
+    from meshwright.serving.settings import EngineConfig, ServeConfig, served_config
     from meshwright.serving.source import (
         Model,
         Source,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         generation_mesh,
         load_weights,
         model_source,
-        served_config,
     )
     from meshwright.serving.start import serve
 

@@ -15,8 +15,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import default_dtype, encodes_prompts
 from meshwright.serving.programs import Shape, Steps
 from meshwright.serving.replicas import replica_meshes
-from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import check_fits, served_config
+from meshwright.serving.settings import EngineConfig, served_config
+from meshwright.serving.source import check_fits
 
 Part = Literal["decode", "prefill"]
 

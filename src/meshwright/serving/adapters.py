@@ -20,14 +20,13 @@ from meshwright.models import (
     serving_of,
     with_adapter,
 )
-from meshwright.serving.settings import EngineConfig
+from meshwright.serving.settings import EngineConfig, served_config
 from meshwright.serving.source import (
     Adapter,
     Source,
     adapter_source,
     adapter_targets,
     repeat_kv_heads,
-    served_config,
 )
 
 

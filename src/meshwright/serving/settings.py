@@ -2,8 +2,9 @@
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from meshwright.errors import MeshwrightError, did_you_mean
@@ -314,3 +315,14 @@ def _is_origin(text: str) -> bool:
     except ValueError:
         return False
     return is_address and text == f"{parts.scheme}://{parts.netloc}"
+
+
+def served_config(config: Any, mesh_shape: Mapping[str, int]) -> Any:
+    """The model as a mesh holds it: KV heads are repeated where tp is a multiple of their number.
+
+    A device then holds one KV head, which is that of all its query heads.
+    """
+    tensor = mesh_shape.get("tp", 1)
+    if tensor <= config.kv_heads or tensor % config.kv_heads or config.heads % tensor:
+        return config
+    return dataclasses.replace(config, kv_heads=tensor)

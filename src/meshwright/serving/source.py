@@ -49,6 +49,7 @@ from meshwright.models import (
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
 from meshwright.present import mesh_text
 from meshwright.serving.grammars import Grammars
+from meshwright.serving.settings import served_config
 from meshwright.training import check_base
 
 
@@ -257,17 +258,6 @@ def load_weights(source: Source, mesh: Mesh, dtype: Any = jnp.float32) -> Model:
     on_disk = jax.tree.map(lambda target, spec: stored(target, spec.shape), padded, arrays)
     params = jax.tree.map(repeat_kv_heads, source.read(on_disk), padded, arrays)
     return Model(source, fit(params, padded), mesh)
-
-
-def served_config(config: Any, mesh_shape: Mapping[str, int]) -> Any:
-    """The model as a mesh holds it: KV heads are repeated where tp is a multiple of their number.
-
-    A device then holds one KV head, which is that of all its query heads.
-    """
-    tensor = mesh_shape.get("tp", 1)
-    if tensor <= config.kv_heads or tensor % config.kv_heads or config.heads % tensor:
-        return config
-    return dataclasses.replace(config, kv_heads=tensor)
 
 
 def repeat_kv_heads(array: jax.Array, target: jax.ShapeDtypeStruct, spec: ArraySpec) -> jax.Array:

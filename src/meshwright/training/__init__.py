@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from meshwright.training.same_settings import check_same_settings
     from meshwright.training.setup import (
         accepted_meshes,
+        check_balance,
         check_experts,
         check_fp8,
         check_length,
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
         with_commits,
     )
     from meshwright.training.state import TrainState, new_state
-    from meshwright.training.step import check_balance
     from meshwright.training.tpu import overlap_choice, overlap_text
     from meshwright.training.trainable import trained_text
     from meshwright.training.work import StepWork, frozen_weights

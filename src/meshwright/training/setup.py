@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -331,6 +332,21 @@ _OF_EXPERTS = (
     "compute.capacity", "compute.experts", "loss.load_balance", "loss.router_z",
     "loss.balance_bias",
 )  # fmt: skip
+
+
+def check_balance(arrays: Any, speed: float, kept_by: str) -> None:
+    """Raise if there is no selection bias to move, or LoRA or DPO keep it as it is."""
+    given = f"loss.balance_bias={speed} moves the selection bias of routers, "
+    kinds = {spec.kind for spec in jax.tree.leaves(arrays)}
+    if "expert" not in kinds:
+        raise MeshwrightError(f"{given}and this model has no experts; leave it out")
+    if "balance" not in kinds:
+        raise MeshwrightError(
+            f"{given}and this model has none; leave it out and balance experts with "
+            "--loss.load-balance 0.001, or give it one with --override selection_bias=true"
+        )
+    if kept_by:
+        raise MeshwrightError(f"{given}which {kept_by} leaves as it is; leave it out")
 
 
 def check_experts(config: TrainConfig, model: Any) -> None:

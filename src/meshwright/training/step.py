@@ -37,6 +37,7 @@ from meshwright.ops import current_platform
 from meshwright.training.config import DpoConfig
 from meshwright.training.dpo import dpo_loss, pair_count, reference_params, with_answers
 from meshwright.training.run.summary import EXPERT_LOADS
+from meshwright.training.setup import check_balance
 from meshwright.training.state import TrainState
 from meshwright.training.tpu import compiler_options
 from meshwright.training.trainable import (
@@ -225,21 +226,6 @@ def step_functions(
         log_probs=MeshFunction(jax.jit(log_probs, compiler_options=options), mesh),
         batch_sharding=NamedSharding(mesh, P(None, *tokens.partitions)),
     )
-
-
-def check_balance(arrays: Any, speed: float, kept_by: str) -> None:
-    """Raise if there is no selection bias to move, or LoRA or DPO keep it as it is."""
-    given = f"loss.balance_bias={speed} moves the selection bias of routers, "
-    kinds = {spec.kind for spec in jax.tree.leaves(arrays)}
-    if "expert" not in kinds:
-        raise MeshwrightError(f"{given}and this model has no experts; leave it out")
-    if "balance" not in kinds:
-        raise MeshwrightError(
-            f"{given}and this model has none; leave it out and balance experts with "
-            "--loss.load-balance 0.001, or give it one with --override selection_bias=true"
-        )
-    if kept_by:
-        raise MeshwrightError(f"{given}which {kept_by} leaves as it is; leave it out")
 
 
 def _balanced(arrays: Any, params: Any, chosen: jax.Array, speed: jax.Array) -> Any:

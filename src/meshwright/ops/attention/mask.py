@@ -67,7 +67,7 @@ class Mask:
             window = None
         if window is None and self._end(0) >= keys:
             return EVERYTHING
-        return dataclasses.replace(self, window=window)
+        return self if window == self.window else dataclasses.replace(self, window=window)
 
     def ends_within(self, queries: int, keys: int) -> bool:
         """Whether keys appended after the last one would be masked for every query."""

@@ -205,10 +205,15 @@ def _lengths(call: Call) -> tuple[int, int]:
     return padded_length(call.queries), padded_length(call.keys)
 
 
-def _sizes(queries: int, keys: int, head_dim: int) -> Any:
+def _blocks(queries: int, keys: int, head_dim: int) -> tuple[int, int]:
+    """Queries and keys of a block."""
     # heads of more than 128 take the room of 256 in vector memory, of which there are 16 MiB
     most = LARGEST if head_dim <= LANES else LARGEST // 2
-    of_q, of_k = _largest_block(queries, most), _largest_block(keys, LARGEST)
+    return _largest_block(queries, most), _largest_block(keys, LARGEST)
+
+
+def _sizes(queries: int, keys: int, head_dim: int) -> Any:
+    of_q, of_k = _blocks(queries, keys, head_dim)
     computed = _largest_block(of_k, COMPUTED)
     one_kernel = keys // of_k * queries <= ONE_KERNEL
     return _kernels().BlockSizes(
@@ -308,8 +313,8 @@ def _refuses(call: Call) -> str | None:
         return "it needs the mask at compile time"
     if call.mask.causal:
         queries, keys = _lengths(call)
-        sizes = _sizes(queries, keys, call.head_dim)
-        entries = queries // sizes.block_q * (keys // sizes.block_kv)
+        of_q, of_k = _blocks(queries, keys, call.head_dim)  # no kernel is imported for a plan
+        entries = queries // of_q * (keys // of_k)
         if entries > LARGEST_TABLE:
             return (
                 f"its table of blocks would have {entries:,} entries, more than {LARGEST_TABLE:,}"

@@ -3,10 +3,11 @@
 Memory can be highest at several moments of a step. *Loss*: all that the layers save is there, and
 with it the LM head, its gradient and a chunk of logits. *Backward*: what the layers save is there,
 and one layer's weights, its gradients and all it computes with. *Attention*: the same layer when
-its mlp is done but for the weights' gradients, and attention is computed. *End*: what was saved is
-gone, the gradients of all weights are there, and the embedding's is not sharded yet. The largest
-counts; tests compare the sum with the buffer assignments of the TPU and GPU compilers and with a
-GPU's measured peak.
+its mlp is done but for the weights' gradients, and attention is computed. *Last layer*: on GPUs,
+where another stack's loop begins before all gradients of this one are scattered. *End*: what was
+saved is gone, the gradients of all weights are there, and the embedding's is not sharded yet. The
+largest counts; tests compare the sum with the buffer assignments of the TPU and GPU compilers and
+with a GPU's measured peak.
 
 Every formula is written once: over floats in a search, over terms where it is printed.
 """
@@ -84,6 +85,9 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
             # the gradients of the layer before it are still to be scattered
             attention = used * stack.attention_weights / device.tp
             found[f"attention{where}"]["all-gathered weights"] = stack.layer + attention
+            if number and device.loops and device.machine.chip.platform == "gpu":
+                found[f"last layer{where}"] = _last_layer(step, number)
+                needed[f"last layer{where}"] = number
     # the embedding's gradient is summed in float32, then sent in the dtype of the matmuls
     table = device.table
     of_embedding = (len(step.sizes.sequences) * device.float32 + used) * table
@@ -172,6 +176,23 @@ def _backward(step: StepModel, number: int) -> Kinds:
         "all-gathered weights": copies,
         "working activations": stack.working(stack.mlp_arrays),
         "loss": head * step.trained_tables if scattered else head * device.table,
+    }
+
+
+def _last_layer(step: StepModel, number: int) -> Kinds:
+    """The end of a stack's loop: a GPU begins the next one while gradients are scattered.
+
+    Those of two layers are in flight. The next stack's gradients are there, and its last layer is
+    all-gathered, with room for its attention.
+    """
+    stack, before = step.stacks[number], step.stacks[number - 1]
+    backward = _backward(step, number)
+    return {
+        "saved activations": backward["saved activations"],
+        "gradients": step.device.used * step.gradients_from(number - 1),
+        "all-gathered weights": 2 * stack.layer_gradients + before.layer,
+        "attention": before.recomputed_attention,
+        "loss": backward["loss"],
     }
 
 
