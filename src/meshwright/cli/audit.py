@@ -25,7 +25,7 @@ from meshwright.audits import (
 from meshwright.cli.flags import simulate, take, take_all, take_integer, take_switch
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import STANDARD_AXES, MeshSpec
-from meshwright.present import mesh_text
+from meshwright.present import Column, Row, aligned, mesh_text
 
 HELP = """usage: meshwright audit MODEL --mesh … [the settings of train] [--json] [--fail-on WHAT]
        meshwright audit --text FILE --mesh fsdp=4,tp=2 [--json] [--fail-on WHAT]
@@ -77,14 +77,12 @@ def audit_command(arguments: Sequence[str]) -> None:
 
 def show(audit: Audit, console: Console, most: int = 30) -> None:
     """Print the sums, then the rows, most bytes first, then the largest arrays."""
-    from meshwright.audits import print_table
-
     console.print(headline(audit), highlight=False, soft_wrap=True)
-    print_table(console, sums_table(audit))
+    _print_table(console, sums_table(audit))
     ordered = sorted(audit.rows, key=lambda row: -row.wire_bytes * row.times)
     columns, lines = rows_table(ordered)
     shown = lines if most == 0 else lines[:most]
-    print_table(console, (columns, shown))
+    _print_table(console, (columns, shown))
     if marks(audit):
         console.print(marks(audit), style="dim")
     if len(lines) > len(shown):
@@ -103,11 +101,15 @@ def show(audit: Audit, console: Console, most: int = 30) -> None:
         ("arrays with copies", replicated_table(audit)),
     ):
         if table[1]:
-            print_table(console, table, title)
+            _print_table(console, table, title)
     for note in audit.notes:
         console.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True)
     if any(row.unsure for row in audit.rows):
         console.print("? in a loop with an unknown trip count: counted once")
+
+
+def _print_table(console: Console, table: tuple[list[Column], list[Row]], title: str = "") -> None:
+    console.print(f"\n{title}".rstrip(), *aligned(*table, console.width), sep="\n")
 
 
 def _unknown(fail_on: str, program: str) -> MeshwrightError:
