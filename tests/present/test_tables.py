@@ -39,6 +39,11 @@ def test_no_line_is_wider_than_the_terminal_and_no_word_is_lost(width: int) -> N
         assert "left out: count" in table_text(COLUMNS, ROWS, needed - 1)
 
 
+def test_a_drawing_is_left_out_without_a_word() -> None:
+    columns = [Column("share"), Column("", importance=1)]
+    assert table_text(columns, [Row(("50%", "██████████"))], 12).splitlines() == ["share", "  50%"]
+
+
 def test_markdown_has_every_column_and_escapes_bars() -> None:
     head, rule, line = table_markdown(COLUMNS, [Row(("a|b", "1 s", "here", "2"))]).splitlines()
     assert head == "| mesh | step | source | count |"

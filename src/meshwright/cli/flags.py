@@ -109,7 +109,7 @@ def take_all(words: list[str], flag: str) -> list[str]:
             continue
         del words[place]
         if not equals:
-            if place >= len(words):
+            if place >= len(words) or words[place].startswith("--"):
                 raise MeshwrightError(f"{flag} needs a value")
             value = words.pop(place)
         values.append(value)

@@ -137,10 +137,10 @@ def _lines(columns: Sequence[Column], rows: Sequence[Row], width: int, indent: i
         lines += cell_lines(row.cells, row.style)
         if row.note:
             lines.append([(wrapped(row.note, width, indent + 4), "dim")])
-    if len(shown) < len(columns):
-        names = ", ".join(column.name for i, column in enumerate(columns) if i not in shown)
+    # one without a name is a drawing beside a number
+    if names := [c.name for i, c in enumerate(columns) if i not in shown and c.name]:
         needed = indent + sum(_least_widths(columns, rows)) + len(columns) - 1
-        text = f"left out: {names}; a width of {needed} shows all (COLUMNS={needed})"
+        text = f"left out: {', '.join(names)}; a width of {needed} shows all (COLUMNS={needed})"
         lines.append([(wrapped(text, width, indent, 2), "dim")])
     return lines
 
