@@ -1,5 +1,7 @@
 """A mistaken command line is one sentence that says what to do, and status 2."""
 
+from pathlib import Path
+
 import pytest
 
 from meshwright.cli.commands import run
@@ -18,6 +20,16 @@ from meshwright.cli.commands import run
         ("plan tiny", "add --on v5p:4x4x4 (or h100:8, here …); meshwright plan"),
         ("plan tiny --serve --seq 64", "add --on v5p:4x4x4 (or h100:8, here …) and --batch 256;"),
         ("plan tiny --on --batch 8", "--on needs a value"),
+        ("plan tiny --on cpu:8 --json=yes", "--json takes no value; write it alone"),
+        ("plan {store} --on cpu:8", "it is a token store, which --data takes; give a model"),
+        ("generate {store} --prompt a", "it is a token store, which --data takes; give a model"),
+        ("generate {folder} --prompt a", "it holds runs; give one, such as {folder}/run"),
+        ("generate {store}/tokens.bin --prompt a", "is a file; give the folder of a run"),
+        ("data info {folder}/run", "is a model or a run (it has a config.json), not a token store"),
+        ("show --mesh dp=1 --on cpu:1 --html {store}", "Is a directory; give a place where you can write"),
+        ("prove --plan {folder}/no.json", "meshwright plan … --json > FILE writes one"),
+        ("audit --mesh dp=1 --text {folder}", "Is a directory; give a file with the text of a program"),
+        ("train --config {folder}/no.json", "No such file or directory; give a run's config.json"),
         ("plan --on h100:8 --seq 4k", "add a model, such as llama-3.1-8b; meshwright plan"),
         ("plan tiny --on h100:8 --requests 20 --prompt 1000", "add --serve and --output 200"),
         ("plan tiny --requests 20", "add --on v5p:4x4x4 (or h100:8, here …) and --serve and --prompt 1000"),
@@ -38,8 +50,14 @@ from meshwright.cli.commands import run
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_sentence(
-    words: str, says: str, capsys: pytest.CaptureFixture[str]
+    words: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """In a folder with a run and a token store."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "tokens.bin").write_bytes(b"")
+    words, says = (text.format(folder=tmp_path, store=tmp_path / "store") for text in (words, says))
     with pytest.raises(SystemExit) as ended:
         run(words.split())
     assert ended.value.code == 2

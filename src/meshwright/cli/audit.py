@@ -143,7 +143,10 @@ def _text_in(file: str) -> str:
             content = gzip.decompress(content)
         return content.decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as reason:
-        raise MeshwrightError(f"--text {file!r} cannot be read: {reason}") from None
+        why = getattr(reason, "strerror", None) or reason
+        raise MeshwrightError(
+            f"--text {file!r} cannot be read: {why}; give a file with the text of a program"
+        ) from None
 
 
 def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:

@@ -118,6 +118,8 @@ def take_all(words: list[str], flag: str) -> list[str]:
 
 def take_switch(words: list[str], flag: str) -> bool:
     """Whether a flag without a value is there, taken out of the words."""
+    if any(word.startswith(f"{flag}=") for word in words):
+        raise MeshwrightError(f"{flag} takes no value; write it alone")
     there = flag in words
     words[:] = [word for word in words if word != flag]
     return there

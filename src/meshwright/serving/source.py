@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
+from meshwright.files import not_a_model
 from meshwright.hub import ADAPTER as HUB_ADAPTER
 from meshwright.hub import MODEL, hub_name, local_folder, name_of_snapshot
 from meshwright.launch import weights_sample
@@ -357,10 +358,9 @@ def _config_file(folder: Path) -> dict[str, Any]:
         )
     file = folder / "config.json"
     if not file.is_file():
-        above = next((up for up in folder.resolve().parents if (up / "checkpoints").is_dir()), None)
-        hint = "" if above is None else f"; the run it is part of is {above}"
         raise MeshwrightError(
-            f"{folder} holds no config.json, so it is neither a run nor a Hugging Face model{hint}"
+            f"{folder} holds no config.json, so it is neither a run nor a Hugging Face model; "
+            f"{not_a_model(folder)}"
         )
     fields = _json(file)
     if not isinstance(fields, dict):
