@@ -137,7 +137,9 @@ def output_is_written() -> Iterator[None]:
     except BrokenPipeError:
         _flush_output()
         return
-    except BaseException:
+    except BaseException as ended:
+        if isinstance(ended, SystemExit) and isinstance(ended.__context__, BrokenPipeError):
+            return  # so ends rich
         _flush_output()
         raise
     if (reason := _flush_output()) and _OUTPUT not in _warned:

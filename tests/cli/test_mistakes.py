@@ -1,5 +1,8 @@
 """A mistaken command line is one sentence that says what to do, and status 2."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,3 +67,20 @@ def test_a_mistake_is_one_sentence(
     *_, said = capsys.readouterr().err.strip().splitlines()
     assert said.startswith("error: ")
     assert says in said
+
+
+COMMAND = [sys.executable, "-m", "meshwright.cli.main", "machines"]
+
+
+def test_a_reader_that_went_away_has_enough() -> None:
+    """As in `meshwright machines | head -1`, also under `set -o pipefail`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(COMMAND, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_output_may_be_closed() -> None:
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *COMMAND], stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")

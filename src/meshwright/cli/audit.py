@@ -67,12 +67,14 @@ def audit_command(arguments: Sequence[str]) -> None:
         audit = _of_text(text, words, expect)
     else:
         audit = _of_step(words, expect, fail_on)
-    if as_json:
-        print(json.dumps(audit.data()))
-    else:
-        show(audit, Console(), 30 if most is None else most)
-    if (fail_on and audit.surprises) or (fail_on == "rewrite" and audit.rewritten):
-        raise SystemExit(1)
+    try:
+        if as_json:
+            print(json.dumps(audit.data()))
+        else:
+            show(audit, Console(), 30 if most is None else most)
+    finally:  # also where nobody reads it all (| head)
+        if (fail_on and audit.surprises) or (fail_on == "rewrite" and audit.rewritten):
+            raise SystemExit(1)
 
 
 def show(audit: Audit, console: Console, most: int = 30) -> None:
