@@ -32,6 +32,7 @@ from meshwright.cli.commands import run
         ("show --mesh dp=1 --on cpu:1 --html {store}", "Is a directory; give a place where you can write"),
         ("prove --plan {folder}/no.json", "meshwright plan … --json > FILE writes one"),
         ("audit --mesh dp=1 --text {folder}", "Is a directory; give a file with the text of a program"),
+        ("train --config {folder}/model.json", "is the config of a model, not of a run; give the model"),
         ("train --config {folder}/no.json", "No such file or directory; give a run's config.json"),
         ("plan --on h100:8 --seq 4k", "add a model, such as llama-3.1-8b; meshwright plan"),
         ("plan tiny --on h100:8 --requests 20 --prompt 1000", "add --serve and --output 200"),
@@ -58,6 +59,7 @@ def test_a_mistake_is_one_sentence(
     """In a folder with a run and a token store."""
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "model.json").write_text('{"model_type": "llama"}')
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "tokens.bin").write_bytes(b"")
     words, says = (text.format(folder=tmp_path, store=tmp_path / "store") for text in (words, says))
