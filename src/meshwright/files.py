@@ -12,6 +12,10 @@ from meshwright.errors import MeshwrightError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WRITING = _FULL | {errno.EROFS, errno.EFBIG}
+# what another place would not do
+_PLACE = frozenset({
+    errno.EACCES, errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS,
+})  # fmt: skip
 # what a disk does, however right the program: full, over quota, read-only, broken, forbidden
 _DISK = _WRITING | {errno.EIO, errno.EACCES, errno.EPERM}
 
@@ -31,6 +35,7 @@ def _name(path: Path | str) -> str:
 
 def _why(reason: OSError) -> str:
     hint = "; free some space, or use another disk" if reason.errno in _FULL else ""
+    hint = "; give a place where you can write" if reason.errno in _PLACE else hint
     return f"{reason.strerror or reason}{hint}"
 
 
@@ -132,7 +137,9 @@ def output_is_written() -> Iterator[None]:
     except BrokenPipeError:
         _flush_output()
         return
-    except BaseException:
+    except BaseException as ended:
+        if isinstance(ended, SystemExit) and isinstance(ended.__context__, BrokenPipeError):
+            return  # so ends rich
         _flush_output()
         raise
     if (reason := _flush_output()) and _OUTPUT not in _warned:
@@ -195,3 +202,15 @@ class HeldPath:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def not_a_model(folder: Path) -> str:
+    """What a folder without a config.json is, where that shows, and what to give instead of it."""
+    if (folder / "tokens.bin").is_file():
+        return "it is a token store, which --data takes; give a model"
+    if runs := sorted(path.parent for path in folder.glob("*/checkpoints")):
+        return f"it holds runs; give one, such as {runs[0]}"
+    above = next((up for up in folder.resolve().parents if (up / "checkpoints").is_dir()), None)
+    if above is not None:
+        return f"the run it is part of is {above}"
+    return "give the folder of a run (meshwright train --run FOLDER) or of a Hugging Face model"

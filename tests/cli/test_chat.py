@@ -15,6 +15,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.models import abstract_arrays, save_hf
 from meshwright.models.decoder import DecoderConfig
 from meshwright.serving.request import Request
+from meshwright.serving.sampling import Sampling
 
 
 def conversation(
@@ -44,6 +45,21 @@ def test_a_conversation_is_kept_until_it_begins_anew(
         ["system: Be brief.", "user: three"],
     ]
     assert capsys.readouterr().out == "answer 1\nanswer 2\nanswer 3\n"
+
+
+def test_an_unknown_command_is_answered_with_the_known_ones(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = conversation(
+        monkeypatch, "/reset\n/system Be brief.\n/help\n/usr/bin?\n /tmp is\n/exit \n"
+    )
+    assert asked == [
+        ["user: /usr/bin?"], ["user: /usr/bin?", "assistant: answer 1", "user:  /tmp is"],
+    ]  # fmt: skip
+    said = capsys.readouterr()
+    for word, line in zip(("/reset", "/system"), said.err.splitlines(), strict=True):
+        assert line.startswith(f"{word} is no command: /new begins again, /exit ends")
+    assert said.out.startswith("/new begins again, /exit ends; everything else")
 
 
 def test_a_message_that_is_refused_is_not_kept(
@@ -92,5 +108,6 @@ def test_a_model_is_asked_by_its_template(
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi"))
     run([*words, "--chat-template", str(template)])
     with mw.load(folder, tokenizer="bytes", chat_template=template) as model:
-        answer = model.engine.generate([Request(tuple(b"Hi|"), max_new=3)])[0].text
+        calm = Sampling(0.8, top_p=0.95)
+        answer = model.engine.generate([Request(tuple(b"Hi|"), calm, max_new=3)])[0].text
     assert capsys.readouterr().out == f"{answer}\n"

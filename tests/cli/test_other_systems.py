@@ -116,6 +116,13 @@ def test_a_flag_of_before_is_answered_with_the_one_of_now(flag: str, now: str) -
             "the same here: meshwright plan tiny --optimizer.name adamw",
         ),
         ("generate", "runs/x --epochs 3", "leave it out of generate"),
+        ("serve", "--model runs/x", "the model is the first word, as in meshwright serve FOLDER"),
+        (
+            "serve",
+            "runs/x --max-model-len 4096 --gpu-memory-utilization=0.8",
+            "the same here: meshwright serve runs/x --engine.max-length 4096 --engine.memory-frac",
+        ),
+        ("generate", "runs/x --max_new_tokens 9", "the same here: .* runs/x --max-new 9"),
         ("serve", "runs/x --max_steps 3", "leave it out of serve"),
     ],
 )
@@ -133,6 +140,7 @@ def test_no_flag_of_this_system_is_taken_for_one_of_another() -> None:
         if name != "model":  # a word without a flag
             check_flags("train", [f"--{name}", "1"])
             check_flags("train", [f"--{name.replace('-', '_')}=1"])
+            check_flags("serve", [f"--{name}", "1"])
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,20 @@ def test_the_tokens_of_a_run_add_time_and_cost_to_a_plan(
     assert "1.00T tokens: " in capsys.readouterr().out
 
 
+def test_a_batch_and_a_length_that_are_not_given_are_chosen_as_in_a_comparison(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", "llama-3.2-1b", "--tokens", "10B", "--json", "--on"]
+    main([*words, "v5e:4x4"])
+    one = capsys.readouterr()
+    main([*words, "v5e:4x4,h100:8"])
+    several = capsys.readouterr()
+    config = json.loads(one.out)["config"]
+    assert config["seq"] == 8192
+    assert f"--batch {config['batch']} and --seq 8192" in one.err
+    assert one.err == several.err
+
+
 def test_meshes_by_time_alone(capsys: pytest.CaptureFixture[str]) -> None:
     main([*SMALL, "--rank-by", "fastest", "--json"])
     times = [

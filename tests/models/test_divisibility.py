@@ -23,7 +23,8 @@ ONE = {"dp": 1, "fsdp": 1, "tp": 1, "sp": 1}
     ("mesh", "accumulation", "says"),
     [
         ({"tp": 8, "fsdp": 4}, 1, None),
-        ({"tp": 16}, 1, "kv_heads=8 cannot be split in tp=16"),
+        ({"tp": 16}, 1, "kv_heads=8 cannot be split in tp=16, but in 2, 4 or 8"),
+        ({"fsdp": 48}, 1, "embed=4096 cannot be split in fsdp·sp=48, but in 32, 64 or 128"),
         ({"fsdp": 24, "sp": 2}, 1, "embed=4096 cannot be split in fsdp·sp=48"),
         ({"dp": 3}, 1, "batch=64 is not divisible by dp·fsdp=3"),
         ({"dp": 4}, 5, "batch=64 is not divisible by dp·fsdp·accumulation=20"),
@@ -49,7 +50,7 @@ def test_axes_are_those_of_the_rules_and_of_the_mesh() -> None:
     text = "batch? -> data; length? -> none; heads -> model; kv_heads -> model; mlp -> model"
     rules = Rules.parse(f"{text}; embed -> absent; head_dim -> none")
     assert indivisible(MODEL, rules, {"data": 2, "model": 16}, 64, 1000) == (
-        "kv_heads=8 cannot be split in model=16"
+        "kv_heads=8 cannot be split in model=16, but in 2, 4 or 8"
     )
     assert indivisible(MODEL, rules, {"data": 2, "model": 8}, 64, 999) is None
 

@@ -49,7 +49,7 @@ def test_meshes_have_no_sp_and_a_data_axis_alone_shards_weights() -> None:
 
 
 def test_what_tp_cannot_split_is_refused_and_what_fsdp_cannot_is_padded() -> None:
-    assert refusal(RUN, Choice.of(tp=16)) == "kv_heads=8 cannot be split in tp=16"
+    assert refusal(RUN, Choice.of(tp=16)) == "kv_heads=8 cannot be split in tp=16, but in 2, 4 or 8"
     assert "batch=8 is not divisible by dp·fsdp=3" in (refusal(RUN, Choice.of(fsdp=3)) or "")
     assert refusal(RUN.resized(3), Choice.of(fsdp=3)) is None
 

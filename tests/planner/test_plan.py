@@ -384,8 +384,8 @@ def test_what_a_plan_proposes_can_be_planned(
 @pytest.mark.parametrize(
     ("choice", "says"),
     [
-        (Choice.of(fsdp=4, tp=16), "kv_heads=8 cannot be split in tp=16"),
-        (Choice.of(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48"),
+        (Choice.of(fsdp=4, tp=16), "kv_heads=8 cannot be split in tp=16, but in 2, 4 or 8"),
+        (Choice.of(fsdp=48), "embed=4096 cannot be split in fsdp·sp=48, but in 32, 64 or 128"),
         (Choice.of(dp=512), "batch=256 is not divisible by dp·fsdp=512"),
         (Choice.of(dp=96), "batch=256 is not divisible by dp·fsdp=96"),
         (
@@ -489,7 +489,7 @@ def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do() -> None:
         ({"mesh": "tp=3"}, "no mesh of 64 devices lies within 'tp=3'"),
         (
             {"mesh": "tp=16"},
-            "kv_heads=8 cannot be split in tp=16; mesh 'dp=1,fsdp=64,tp=1,sp=1' would fit",
+            "kv_heads=8 cannot be split in tp=16, but in 2, 4 or 8; mesh 'dp=1,fsdp=64,tp=1,sp=1' would fit",
         ),
         ({"remat": "ful"}, "compute.remat is 'ful'; one of none, elementwise"),
         ({"remt": "full"}, "there is no setting 'remt'; did you mean 'remat'"),

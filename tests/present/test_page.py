@@ -98,7 +98,10 @@ def test_the_page_of_a_plan_draws_every_mesh_and_its_memory(
     drawn, _ = run_script(plan_page(plan), tmp_path)
     meshes = [one["text"] for one in of(drawn, "td", "mono")]
     estimates = [*plan.ranked, *plan.refused]
-    assert meshes == [short_mesh(one.choice) for one in estimates]
+    fastest = min(plan.ranked, key=lambda one: one.step_seconds)
+    assert meshes == [
+        short_mesh(one.choice) + ("fastest" if one is fastest else "") for one in estimates
+    ]
     # the limit's line and the pieces are to the same scale
     (limit,) = of(drawn, "line", "limit")
     pieces = of(drawn, "rect", "bar")

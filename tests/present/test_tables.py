@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.present import Column, Row, omitted_columns, table_markdown, table_text
+from meshwright.present import Column, Row, table_markdown, table_text
 
 COLUMNS = [
     Column("mesh", right=False),
@@ -27,10 +27,21 @@ def test_columns_line_up_with_numbers_on_the_right() -> None:
 @pytest.mark.parametrize("width", range(31, 70))
 def test_no_line_is_wider_than_the_terminal_and_no_word_is_lost(width: int) -> None:
     text = table_text(COLUMNS, ROWS, width)
-    assert max(map(len, text.splitlines())) <= width
+    text, left_out, names = text.partition("\nleft out: ")
+    assert max(map(len, [*text.splitlines(), *f"left out: {names}".splitlines()])) <= width
     words = {word for row in ROWS for word in " ".join(row.cells[:3]).split()}
     assert words <= set(text.split())
-    assert ("count" in text.split()) != (omitted_columns(COLUMNS, ROWS, width) == ["count"])
+    assert ("count" in text.split()) == (not left_out) != names.startswith("count;")
+    if left_out:
+        needed = int(names.partition("COLUMNS=")[2].rstrip(")"))
+        assert needed > width
+        assert "left out" not in table_text(COLUMNS, ROWS, needed)
+        assert "left out: count" in table_text(COLUMNS, ROWS, needed - 1)
+
+
+def test_a_drawing_is_left_out_without_a_word() -> None:
+    columns = [Column("share"), Column("", importance=1)]
+    assert table_text(columns, [Row(("50%", "██████████"))], 12).splitlines() == ["share", "  50%"]
 
 
 def test_markdown_has_every_column_and_escapes_bars() -> None:

@@ -107,7 +107,7 @@ def test_another_setting_is_another_program(cache: Path, proof: Proof) -> None:
 def test_a_mistake_is_said_as_train_says_it(cache: Path) -> None:
     with pytest.raises(
         mw.MeshwrightError,
-        match=r"kv_heads=4 cannot be split in tp=8; mesh 'tp=4,dp=1,fsdp=2,sp=1' would fit",
+        match=r"kv_heads=4 cannot be split in tp=8, but in 1, 2 or 4; mesh 'tp=4,dp=1,fsdp=2,sp=1' would fit",
     ):
         prove(dataclasses.replace(CONFIG, mesh="tp=8"), "cpu:8", cache=cache)
 

@@ -25,6 +25,9 @@ def test_fields_that_are_read() -> None:
     assert str(found) == "temperature 0.6, top_p 0.9, repetition_penalty 1.05, max_new_tokens 40"
     assert defaults_of({}) == Defaults()
     assert str(Defaults()) == ""
+    assert found.typed == found.sampling
+    assert (Defaults().sampling, Defaults().typed) == (Sampling(), Sampling(0.8, top_p=0.95))
+    assert defaults_of({"temperature": 1.0}).typed == Sampling()
 
 
 @pytest.mark.parametrize(

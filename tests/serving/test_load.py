@@ -177,8 +177,11 @@ def test_a_hugging_face_folder_without_a_tokenizer_says_so(tmp_path: Path, model
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
-        ("tp=16", "tp=16 does not divide the model's heads=8; 2 or 4 or 8 would"),
-        ("fsdp=3,sp=2", "fsdp=3 · sp=2 does not divide the model's embed=32; 1 or 2 or 4 would"),
+        ("tp=16", "tp=16 does not divide the model's heads=8; tp=2, 4 or 8 would fit"),
+        (
+            "fsdp=3,sp=2",
+            "fsdp=3 · sp=2 does not divide the model's embed=32; fsdp=2, 4 or 8 would fit",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_divide_the_model_is_refused(run: Path, mesh: str, words: str) -> None:
@@ -192,7 +195,7 @@ def test_tp_divides_the_kv_heads_or_is_a_multiple_of_them() -> None:
         check_fits(config, generation_mesh(f"tp={tensor}"))
     with pytest.raises(
         mw.MeshwrightError,
-        match="tp=4 neither divides the model's kv_heads=6 nor is a multiple of them; 3 or 6 or 12",
+        match="tp=4 neither divides the model's kv_heads=6 nor is a multiple of them; tp=2, 3 or 6 would",
     ):
         check_fits(config, generation_mesh("tp=4"))
 

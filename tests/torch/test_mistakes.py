@@ -46,7 +46,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ("flags", "says"),
     [
         ("--processes 2 --mesh dp=3", "2 are in the run (--processes 2); 'dp=2' would fit"),
-        ("--processes 3 --mesh dp=1,tp=3", "kv_heads=4 cannot be split in tp=3; mesh 'dp=3,tp=1'"),
+        ("--processes 3 --mesh dp=1,tp=3", "kv_heads=4 cannot be split in tp=3, but in 1, 2 or 4; mesh 'dp=3,tp=1'"),
         ("--processes 2 --mesh tp=2", "write 'dp=1,tp=2'"),
         ("--processes 2 --mesh dp=1,sp=2", "its axes are dp, fsdp and tp: set sp=1"),
         ("--processes 2 --mesh dp=-1,tp=2 --seq 63 --compute.sequence-parallel",

@@ -184,7 +184,10 @@ def test_a_file_in_the_place_of_a_run_is_told(tmp_path: Path) -> None:
         ["serve", str(file)],
     )
     assert trained.err == f"error: --run {str(file)!r} is a file; give a folder\n"
-    assert below.err == f"error: --run {str(file / 'below')!r} is inside {file}, which is a file\n"
+    assert (
+        below.err
+        == f"error: --run {str(file / 'below')!r} is inside {file}, which is a file; give a folder\n"
+    )
     for ended in (generated, served):
         assert ended.err.startswith(f"error: {file} is a file; give the folder of a run")
     assert {ended.code for ended in (trained, below, generated, served)} == {2}

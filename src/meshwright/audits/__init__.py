@@ -34,15 +34,14 @@ from meshwright.lazy import import_when_used
 if TYPE_CHECKING:
     from meshwright.audits.compiled import audit, jax_stage
     from meshwright.audits.step import expected_of_step
-    from meshwright.audits.terminal import print_table
 
 __all__ = [
     "BOOKKEEPING", "OPERATIONS", "Audit", "Buffer", "Collective", "Instruction", "Payload", "Phase",
     "Program", "Replicated", "SentCollective", "Sum", "array_bytes", "arrays_of", "audit",
     "axes_between",
     "buffers_table", "collectives", "expected_of", "expected_of_step", "headline", "instructions",
-    "jax_stage", "judged", "marks", "merged", "objections", "part_of_axes", "print_table",
-    "read_program", "replica_groups", "replicated_table", "row_line", "rows_table", "short_source",
+    "jax_stage", "judged", "marks", "merged", "objections", "part_of_axes", "read_program",
+    "replica_groups", "replicated_table", "row_line", "rows_table", "short_source",
     "sums_table",
     "trip_count", "wire_bytes",
 ]  # fmt: skip

@@ -63,9 +63,8 @@ def not_a_folder(path: Path) -> str:
             return f"cannot be used: {reason.strerror}"
         if stat.S_ISDIR(mode):
             return ""
-        return (
-            "is a file; give a folder" if place == path else f"is inside {place}, which is a file"
-        )
+        inside = "" if place == path else f"inside {place}, which is "
+        return f"is {inside}a file; give a folder"
     return ""
 
 

@@ -25,7 +25,7 @@ from meshwright.audits import (
 from meshwright.cli.flags import simulate, take, take_all, take_integer, take_switch
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import STANDARD_AXES, MeshSpec
-from meshwright.present import mesh_text
+from meshwright.present import Column, Row, aligned, mesh_text
 
 HELP = """usage: meshwright audit MODEL --mesh … [the settings of train] [--json] [--fail-on WHAT]
        meshwright audit --text FILE --mesh fsdp=4,tp=2 [--json] [--fail-on WHAT]
@@ -67,24 +67,24 @@ def audit_command(arguments: Sequence[str]) -> None:
         audit = _of_text(text, words, expect)
     else:
         audit = _of_step(words, expect, fail_on)
-    if as_json:
-        print(json.dumps(audit.data()))
-    else:
-        show(audit, Console(), 30 if most is None else most)
-    if (fail_on and audit.surprises) or (fail_on == "rewrite" and audit.rewritten):
-        raise SystemExit(1)
+    try:
+        if as_json:
+            print(json.dumps(audit.data()))
+        else:
+            show(audit, Console(), 30 if most is None else most)
+    finally:  # also where nobody reads it all (| head)
+        if (fail_on and audit.surprises) or (fail_on == "rewrite" and audit.rewritten):
+            raise SystemExit(1)
 
 
 def show(audit: Audit, console: Console, most: int = 30) -> None:
     """Print the sums, then the rows, most bytes first, then the largest arrays."""
-    from meshwright.audits import print_table
-
     console.print(headline(audit), highlight=False, soft_wrap=True)
-    print_table(console, sums_table(audit))
+    _print_table(console, sums_table(audit))
     ordered = sorted(audit.rows, key=lambda row: -row.wire_bytes * row.times)
     columns, lines = rows_table(ordered)
     shown = lines if most == 0 else lines[:most]
-    print_table(console, (columns, shown))
+    _print_table(console, (columns, shown))
     if marks(audit):
         console.print(marks(audit), style="dim")
     if len(lines) > len(shown):
@@ -103,11 +103,15 @@ def show(audit: Audit, console: Console, most: int = 30) -> None:
         ("arrays with copies", replicated_table(audit)),
     ):
         if table[1]:
-            print_table(console, table, title)
+            _print_table(console, table, title)
     for note in audit.notes:
         console.print(f"note: {note}", style="dim", highlight=False, soft_wrap=True)
     if any(row.unsure for row in audit.rows):
         console.print("? in a loop with an unknown trip count: counted once")
+
+
+def _print_table(console: Console, table: tuple[list[Column], list[Row]], title: str = "") -> None:
+    console.print(f"\n{title}".rstrip(), *aligned(*table, console.width), sep="\n")
 
 
 def _unknown(fail_on: str, program: str) -> MeshwrightError:
@@ -141,7 +145,10 @@ def _text_in(file: str) -> str:
             content = gzip.decompress(content)
         return content.decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as reason:
-        raise MeshwrightError(f"--text {file!r} cannot be read: {reason}") from None
+        why = getattr(reason, "strerror", None) or reason
+        raise MeshwrightError(
+            f"--text {file!r} cannot be read: {why}; give a file with the text of a program"
+        ) from None
 
 
 def _of_step(words: list[str], expect: list[str], fail_on: str | None) -> Audit:

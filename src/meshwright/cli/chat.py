@@ -1,6 +1,7 @@
 """`meshwright chat`: a conversation with a model in the terminal."""
 
 import dataclasses
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.interrupt import signal_calls
 
 _ADAPTER = "adapter"  # its name in the engine
+_COMMANDS = "/new begins again, /exit ends"
+_COMMAND = re.compile(r"/(\?|[A-Za-z]\w*)(?=\s|$)")  # a path of two folders is a message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +31,11 @@ class ChatSettings:
     max_new: int | None = None
     """Most tokens of an answer; by default what the context has room for."""
     temperature: float | None = None
-    """Sampling temperature; 0 is greedy. By default as the folder says, else 1."""
+    """Sampling temperature; 0 is greedy. By default as the model's generation_config.json says,
+    else 0.8."""
     top_p: float | None = None
-    """Nucleus sampling; by default as the folder says."""
+    """Nucleus sampling: keep the smallest set of tokens whose probability reaches p; likewise, else
+    0.95."""
     seed: int = 0
     """Random seed of the first answer; that of each next one is one more."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"
@@ -87,13 +92,21 @@ def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]], system: str | 
     begun = [] if system is None else [{"role": "system", "content": system}]
     messages = list(begun)
     if sys.stdin.isatty():
-        print("/new begins again, /exit ends; Ctrl-C stops an answer")
-    while (text := _read()) not in (None, "/exit", "/quit"):
-        assert text is not None
-        if text == "/new":
+        print(f"{_COMMANDS}; Ctrl-C stops an answer")
+    while (text := _read()) is not None:
+        command = _COMMAND.match(text)
+        word = command.group() if command else ""
+        if word in ("/exit", "/quit"):
+            return
+        if word == "/new":
             messages = list(begun)
-        elif text in ("/help", "/?"):
-            print("/new begins again, /exit ends; everything else is said to the model")
+        elif word in ("/help", "/?"):
+            print(f"{_COMMANDS}; everything else is said to the model")
+        elif word:
+            print(
+                f"{word} is no command: {_COMMANDS}; to say it to the model, begin with a space",
+                file=sys.stderr,
+            )
         elif text.strip():
             messages.append({"role": "user", "content": text})
             try:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import os
 import sys
 import typing
 from typing import NamedTuple
@@ -81,6 +82,9 @@ WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve", "export", "
 
 def run(arguments: list[str]) -> None:
     """Run one command; a user's mistake is one readable line and exit status 2."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by `>&-`: nobody wants it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show × gets a ?

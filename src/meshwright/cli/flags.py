@@ -109,7 +109,7 @@ def take_all(words: list[str], flag: str) -> list[str]:
             continue
         del words[place]
         if not equals:
-            if place >= len(words):
+            if place >= len(words) or words[place].startswith("--"):
                 raise MeshwrightError(f"{flag} needs a value")
             value = words.pop(place)
         values.append(value)
@@ -118,6 +118,8 @@ def take_all(words: list[str], flag: str) -> list[str]:
 
 def take_switch(words: list[str], flag: str) -> bool:
     """Whether a flag without a value is there, taken out of the words."""
+    if any(word.startswith(f"{flag}=") for word in words):
+        raise MeshwrightError(f"{flag} takes no value; write it alone")
     there = flag in words
     words[:] = [word for word in words if word != flag]
     return there

@@ -34,12 +34,14 @@ class GenerateSettings:
     """Text to continue; - reads it from standard input. Repeatable."""
     max_new: int = 100
     """Maximum number of new tokens per prompt; an end-of-document token ends it earlier."""
-    temperature: float = 0.8
-    """Sampling temperature; 0 is greedy, 1 samples the model's own distribution."""
+    temperature: float | None = None
+    """Sampling temperature; 0 is greedy, 1 samples the model's own distribution. By default as the
+    model's generation_config.json says, else 0.8."""
     top_k: int | None = None
     """Top-k sampling: keep the k most probable tokens."""
-    top_p: float | None = 0.95
-    """Nucleus sampling: keep the smallest set of tokens whose probability reaches p."""
+    top_p: float | None = None
+    """Nucleus sampling: keep the smallest set of tokens whose probability reaches p. By default as
+    the model's generation_config.json says, else 0.95."""
     min_p: float | None = None
     """Keep tokens with at least p times the probability of the most probable token."""
     seed: int = 0
@@ -80,6 +82,7 @@ def generate(settings: GenerateSettings) -> None:
         Sampling,
         check_fits,
         check_prompts,
+        defaults_of,
         generation_mesh,
         load_weights,
         model_source,
@@ -87,9 +90,9 @@ def generate(settings: GenerateSettings) -> None:
     )
     from meshwright.training import AUTO
 
-    sampling = Sampling(
-        settings.temperature, settings.top_k, settings.top_p, settings.min_p, seed=settings.seed
-    )
+    settable = ("temperature", "top_k", "top_p", "min_p", "seed")
+    named = {name: value for name in settable if (value := getattr(settings, name)) is not None}
+    Sampling(**named)  # a mistake is named before anything is read
     texts = _texts(settings.prompt)
     keep_compiled_programs()
     simulate(settings.cpu_devices)
@@ -102,6 +105,7 @@ def generate(settings: GenerateSettings) -> None:
     )
     if settings.special_tokens is not None:
         source = dataclasses.replace(source, special_tokens=settings.special_tokens)
+    sampling = dataclasses.replace(defaults_of(source.generation_config).typed, **named)
     prompts = [source.encode(text) for text in texts]
     check_prompts(prompts, settings.max_new, source.config)
     mesh, dtype = settings.mesh, settings.dtype

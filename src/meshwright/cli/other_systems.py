@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from meshwright.cli.flags import take_all
 from meshwright.errors import MeshwrightError
@@ -11,7 +11,7 @@ from meshwright.meshes import STANDARD_AXES, MeshSpec
 # sizes of single axes, as EasyLM, T5X, MaxText, Megatron, vLLM and torchtitan call them
 _AXES = {
     "dp": "dp", "fsdp": "fsdp", "tp": "tp", "sp": "sp", "mp": "tp", "cp": "sp",
-    "tensor_parallel_size": "tp", "tensor_model_parallel_size": "tp",
+    "tensor_parallel_size": "tp", "tp_size": "tp", "tensor_model_parallel_size": "tp",
     "tensor_parallel_degree": "tp", "ici_tensor_parallelism": "tp",
     "context_parallel_size": "sp", "context_parallel_degree": "sp",
     "ici_context_parallelism": "sp", "data_parallel_size": "dp",
@@ -62,6 +62,19 @@ _RENAMED = {
     "TRAIN_STEPS": "--steps", "MODEL_DIR": "--run", "BATCH_SIZE": "--batch",
     "INITIAL_CHECKPOINT_PATH": "--init-from", "MIXTURE_OR_TASK_NAME": "--data",
 }  # fmt: skip
+# settings of commands that generate, as vLLM, SGLang, Transformers and llama.cpp call them
+_SERVED = {
+    "max_model_len": "--engine.max-length", "context_length": "--engine.max-length",
+    "max_num_seqs": "--engine.max-batch", "max_running_requests": "--engine.max-batch",
+    "gpu_memory_utilization": "--engine.memory-fraction",
+    "mem_fraction_static": "--engine.memory-fraction",
+    "max_num_batched_tokens": "--engine.chunk", "chunked_prefill_size": "--engine.chunk",
+    "kv_cache_dtype": "--engine.cache", "quantization": "--engine.weights",
+    "served_model_name": "--name", "lora_modules": "--adapters", "lora_paths": "--adapters",
+    "max_lora_rank": "--engine.max-adapter-rank", "max_loras": "--engine.max-adapters",
+}  # fmt: skip
+_GENERATED = dict.fromkeys(("max_new_tokens", "max_tokens", "n_predict"), "--max-new")
+_OF_COMMAND = {"serve": _SERVED, "generate": _GENERATED, "chat": _GENERATED}
 # without a value, or with one that is true
 _SWITCHES = {
     "bf16": "--compute.dtype bfloat16", "fp16": "--compute.dtype bfloat16",
@@ -125,7 +138,12 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     for word in words:
         if word.startswith("--") and word[2:] in _BEFORE:
             raise MeshwrightError(f"{word} is now {_BEFORE[word[2:]]}")
-    for name, value, written in _flags(words):
+    of_command = _OF_COMMAND.get(command, {})
+    for name, value, written in _flags(words, _KNOWN | of_command.keys()):
+        if name in of_command and value:
+            ours += [of_command[name], value]
+            theirs.append(" ".join(written))
+            continue
         if written[0].partition("=")[0] in _OWN.get(command, ()):
             ours += written
             continue
@@ -193,6 +211,8 @@ def _advice(command: str, name: str, flag: str) -> str:
         return f"{flag} is --tokens here, as in --tokens 1T"
     if command in _WITH_TRAINS:
         return f"there is no {flag}: {_ADVICE[name]}"
+    if "model" in name:
+        return f"there is no {flag}: the model is the first word, as in meshwright {command} FOLDER"
     return _not_of(command, flag)
 
 
@@ -208,7 +228,7 @@ def _not_of(command: str, theirs: str, flag: str | None = None) -> str:
     return f"{theirs} is a setting of training (meshwright train){here}; leave it out of {command}"
 
 
-def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+def _flags(words: Sequence[str], known: Set[str]) -> Iterator[tuple[str, str, list[str]]]:
     """(name, value, words) of each flag that may be another system's; other words as they are."""
     rest = list(words)
     while rest:
@@ -217,9 +237,9 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
         written = [word]
         name = name.replace("-", "_")
         for prefix in _PREFIXES:
-            name = name if name in _KNOWN else name.removeprefix(prefix)
+            name = name if name in known else name.removeprefix(prefix)
         is_flag = word.startswith("--") or (equals and "." not in name and name in _KEYS)
-        if not is_flag or name not in (*_KNOWN, "num_partitions"):
+        if not is_flag or name not in (*known, "num_partitions"):
             yield "", "", written
             continue
         if not equals and rest and not rest[0].startswith("--"):

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshwright.planner import Comparison, Plan, Run, Size
     from meshwright.training import TrainConfig
 
-HELP = """usage: meshwright plan MODEL --on MACHINE --batch N --seq N [the settings of train]
+HELP = """usage: meshwright plan MODEL --on MACHINE [--batch N] [--seq N] [the settings of train]
        meshwright plan MODEL --on MACHINE --serve --batch N --seq N
                        [--engine.weights int8|fp8|plain] [--engine.cache fp8]
                        [--engine.max-adapters N] [--engine.max-adapter-rank N]
@@ -48,10 +48,11 @@ many replicas of which machine serve a load, how long clients wait, and what it 
   --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 16*p5.48xlarge, 2*v5e:16x16, cpu:8, here;
                        to compare, several (h100:8x8,v5p), or any: every chip that has a price
   --batch N            global batch size in sequences; with --serve, sequences decoded at a time;
-                       auto: by a scaling law, for --tokens or 20 tokens a parameter (the default
-                       where machines are compared)
+                       auto, the default of training: by a scaling law, for --tokens or 20 tokens
+                       a parameter
   --batch-tokens 4M    the same in tokens: the nearest power of two of sequences
-  --seq N              sequence length in tokens; with --serve, of a prompt and of its cache
+  --seq N              sequence length in tokens (default of training: 8192, or the model's
+                       longest); with --serve, of a prompt and of its cache
   --mesh LIMITS        only meshes that match: "fsdp=*,tp<=8,sp=1"
   --axes NAMES         names of the sizes of --mesh: --mesh 8,32 --axes data,model
   --serve              plan `meshwright serve` instead: weights, KV cache, times of tokens
@@ -91,7 +92,8 @@ _NOT_OF_LOADS = (
     "--seq", "--rank-by", "--cost-per-hour", "--tokens", "--within", "--budget", "--like",
     "--imbalance", "--batch-tokens", "--engine.max-adapters", "--engine.max-adapter-rank",
 )  # fmt: skip
-LENGTH = 8192  # of sequences, where machines are compared and none is given
+LENGTH = 8192  # of sequences, where none is given
+_SIZES = {"batch": "--batch 256", "seq": "--seq 4096"}  # examples of what serving needs
 
 
 @without_collector()
@@ -111,7 +113,7 @@ def plan_command(arguments: Sequence[str]) -> None:
     catalogue = Catalogue() if file is None else read_catalogue(file)
     on = take(words, "--on")
     if on is None:
-        sizes = ["--batch 256", "--seq 4096"]
+        sizes = list(_SIZES.values()) if "--serve" in words else []
         if "--requests" in words:
             sizes = ["--serve", "--prompt 1000", "--output 200"]
         sizes = [size for size in sizes if size.split()[0] not in words]
@@ -218,9 +220,12 @@ def _positive(text: str) -> float:
 
 
 def _config(
-    words: list[str], catalogue: Catalogue, run: "Run | None", needs_size: bool = True
+    words: list[str], run: "Run | None", kind: Literal["train", "serve", "load"]
 ) -> "tuple[TrainConfig, set[str]]":
-    """The settings of train, with the batch that is asked for, and the names of those given."""
+    """The settings of train, with the batch that is asked for, and the names of those given.
+
+    A training step has a batch and a length by default, which are printed; a load has its own.
+    """
     batch_tokens = _read(words, "--batch-tokens", quantity)
     named = named_settings(words)
     auto = False
@@ -228,25 +233,28 @@ def _config(
         auto = take(words, "--batch") == "auto"
     if batch_tokens is not None and "batch" in named:
         raise MeshwrightError("--batch and --batch-tokens are the same; give one of them")
-    sized = auto or batch_tokens is not None
-    needed = {"batch": "--batch 256", "seq": "--seq 4096"} if needs_size else {}
-    fixed = named | ({"batch"} if sized else set())
-    _missing(words, [] if "config" in named else [needed[n] for n in needed if n not in fixed])
+    fixed = named | ({"batch"} if auto or batch_tokens is not None else set())
+    missing = [] if "config" in named else [name for name in _SIZES if name not in fixed]
+    _missing(words, [_SIZES[name] for name in missing] if kind == "serve" else [])
     # here, since they import jax
     from meshwright.cli.train import settings
     from meshwright.models import model_config
     from meshwright.planner import Workload, batch_for, sequences
 
     config = settings(words, prog="meshwright plan")
-    if not named & {"seq", "config"}:
+    if "seq" in missing:
         longest = model_config(config.model).max_seq
         config = dataclasses.replace(config, seq=min(LENGTH, longest))
     if batch_tokens is not None:
         config = dataclasses.replace(config, batch=sequences(batch_tokens, config.seq))
-    elif auto or not named & {"batch", "config"}:
+    elif auto or "batch" in missing:
         workload = Workload.of(config, Machine.parse("h100:1"))
         batch = batch_for(workload, None if run is None else run.tokens)
         config = dataclasses.replace(config, batch=batch)
+    if missing and kind == "train":
+        chosen = " and ".join(f"--{name} {getattr(config, name)}" for name in missing)
+        law = " (by a scaling law: --batch auto)" if "batch" in missing else ""
+        print(f"note: not given, so chosen: {chosen}{law}", file=sys.stderr)
     return config, named | {"batch", "seq"}
 
 
@@ -272,7 +280,7 @@ def _compare(
         if flag in words:
             raise MeshwrightError(f"{flag} is of one machine with a size, as in --on h100:8")
     limits, stack = take(words, "--mesh"), take(words, "--like") or ""
-    config, named = _config(words, catalogue, run, needs_size=False)
+    config, named = _config(words, run, "train")
     from meshwright.planner import compare, constraints_of, curve, machines_named
 
     allowed = constraints_of(config, named, limits)
@@ -321,7 +329,7 @@ def _serve_load(
     for flag in _NOT_OF_LOADS:
         if flag in words:
             raise MeshwrightError(f"{flag} does not go with --requests; leave it out")
-    config, named = _config(words, catalogue, None, needs_size=False)
+    config, named = _config(words, None, "load")
     from meshwright.planner import (
         Load,
         check_kind,
@@ -371,17 +379,17 @@ def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run
     price = _read(words, "--cost-per-hour", _price)
     imbalance = _read(words, "--imbalance", _positive)
     stack = take(words, "--like") or ""
-    serves = take_switch(words, "--serve")
+    kind: Literal["train", "serve"] = "serve" if take_switch(words, "--serve") else "train"
     weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
     slots = {
         "max_adapters": take_integer(words, "--engine.max-adapters", 1),
         "max_adapter_rank": take_integer(words, "--engine.max-adapter-rank", 1),
     }
-    config, named = _config(words, catalogue, run)
+    config, named = _config(words, run, kind)
     from meshwright.planner import plan  # imports jax
 
     made = plan(
-        config, machine, mesh=mesh, kind="serve" if serves else "train",
+        config, machine, mesh=mesh, kind=kind,
         rank_by=rank_by,  # type: ignore[arg-type]
         cost_per_hour=price, named=named, weights=weights, cache=cache, **slots,
         imbalance=1.0 if imbalance is None else imbalance, like=stack,

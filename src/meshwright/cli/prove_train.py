@@ -81,17 +81,19 @@ def prove_train(words: list[str]) -> None:
         proof = prove(config, machine, model=model, cache=not again, progress=progress)
     step = StepModel(Workload.of(config, machine, model)) if has_plan else None
     audit, compared = _read(config, proof, step)
-    if as_json:
-        print(json.dumps(_data(config, proof, audit, compared)))
-    else:
-        _print(config, proof, audit, compared, step, 12 if most is None else most)
     wrong = {
         "surprise": audit is not None and audit.surprises,
         "rewrite": audit is not None and (audit.surprises or audit.rewritten),
         "memory": not proof.fits,
     }
-    if fail_on is not None and wrong[fail_on]:
-        raise SystemExit(1)
+    try:
+        if as_json:
+            print(json.dumps(_data(config, proof, audit, compared)))
+        else:
+            _print(config, proof, audit, compared, step, 12 if most is None else most)
+    finally:  # also where nobody reads it all (| head)
+        if fail_on is not None and wrong[fail_on]:
+            raise SystemExit(1)
 
 
 def _served(plan: Plan, file: str, choice: int | None) -> list[str]:

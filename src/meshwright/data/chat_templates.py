@@ -343,7 +343,10 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
-        raise MeshwrightError(f"chat template '{file}' cannot be read: {reason}") from None
+        why = getattr(reason, "strerror", None) or reason
+        raise MeshwrightError(
+            f"chat template '{file}' cannot be read: {why}; give a jinja2 file, or chatml"
+        ) from None
 
 
 def _json(file: Path) -> dict[str, Any]:

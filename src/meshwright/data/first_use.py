@@ -21,6 +21,7 @@ from meshwright.data.splits import TO_TRAIN
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_folder
 from meshwright.errors import MeshwrightError, sentence
+from meshwright.files import cannot_be_written
 from meshwright.hub import hub_name, pinned
 from meshwright.present import count
 
@@ -117,4 +118,4 @@ def _alone(store: Path) -> Iterator[None]:
             finally:
                 lock.unlink(missing_ok=True)
     except OSError as reason:
-        raise MeshwrightError(f"'{store}' cannot be written: {reason.strerror or reason}") from None
+        raise cannot_be_written(store, reason) from None

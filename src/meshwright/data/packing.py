@@ -44,6 +44,7 @@ from meshwright.data.store import (
 )
 from meshwright.data.tokenizers import Ids, Tokenizer, added_tokens
 from meshwright.errors import MeshwrightError, sentence
+from meshwright.files import cannot_be_written
 from meshwright.hub import pinned
 from meshwright.interrupt import before_end
 from meshwright.present import count
@@ -272,9 +273,7 @@ def new_store(
             yield writer
         _move_into_place(partial, target)
     except OSError as reason:
-        raise MeshwrightError(
-            f"token store '{target}' cannot be written: {reason.strerror or reason}"
-        ) from None
+        raise cannot_be_written(f"token store '{target}'", reason) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # already renamed after a success
 

@@ -280,6 +280,11 @@ def read_meta(folder: Path, versions: tuple[int, ...] = (VERSION, WITH_WEIGHTS))
             f"token store '{folder}' does not exist; make one with: "
             f"meshwright data pack TEXT --out {folder}"
         )
+    if not has_meta and (folder / "config.json").is_file():
+        raise MeshwrightError(
+            f"'{folder}' is a model or a run (it has a config.json), not a token store; make one "
+            "with: meshwright data pack TEXT --out STORE"
+        )
     if not has_meta:
         raise MeshwrightError(
             f"'{folder}' is not a token store (it has no {META}); pack text into one with: "

@@ -31,7 +31,6 @@ from meshwright.present import (
     bytes_text,
     count,
     mesh_text,
-    omitted_columns,
     paragraph,
     table_html,
     table_markdown,
@@ -183,8 +182,7 @@ class Explanation:
 
     def markdown(self, collapse: bool = True) -> str:
         table = self.collapsed() if collapse else self
-        rows = [Row(array.cells()) for array in table.rows]
-        lines = [table_markdown(_COLUMNS, rows), "", self.summary()]
+        lines = [table_markdown(*table._table()), "", self.summary()]
         lines += [f"- {line}" for line in self.remarks]
         return "\n".join(lines) + "\n"
 
@@ -193,7 +191,6 @@ class Explanation:
         columns, rows = (self.collapsed() if collapse else self)._table()
         lines = [table_text(columns, rows, width), wrapped(self.summary(), width)]
         lines += [wrapped(f"! {line}", width) for line in self.remarks]
-        lines += [wrapped(line, width) for line in _omitted(columns, rows, width)]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -208,8 +205,6 @@ class Explanation:
         yield from aligned(columns, rows, width)
         yield paragraph(self.summary(), width, 0)
         yield from (paragraph(f"! {line}", width, 0, style="yellow") for line in self.remarks)
-        for line in _omitted(columns, rows, width):
-            yield paragraph(line, width, 0, style="dim")
 
     def _table(self) -> tuple[list[Column], list[Row]]:
         """Without the last column where nothing lost."""
@@ -271,11 +266,6 @@ def _explanation(decided: TreeDecisions, mesh: MeshShape) -> Explanation:
             shared.append(rows[-1])
     notes = replication_notes(shared, mesh.shape)
     return Explanation(tuple(rows), dict(mesh.shape), tuple(decided.problems), tuple(notes))
-
-
-def _omitted(columns: list[Column], rows: list[Row], width: int) -> list[str]:
-    names = omitted_columns(columns, rows, width)
-    return [f"left out for lack of width: {', '.join(names)}"] if names else []
 
 
 def _dtype(leaf: Any) -> tuple[str, int]:

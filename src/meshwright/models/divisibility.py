@@ -14,7 +14,7 @@ from meshwright.meshes import MOST_TRIED, nearest_sizes
 from meshwright.models.lora import is_layer_matrix
 from meshwright.models.registry import family_of
 from meshwright.ops import NF4, NF4_BLOCK
-from meshwright.present import count, mesh_text
+from meshwright.present import count, mesh_text, nearest_sizes_text
 
 _MOST = 2**31 - 1  # dims of arrays are counted in int32
 # the length may be split differently between blocks and inside of them
@@ -31,7 +31,7 @@ def indivisible(
 ) -> str | None:
     """Why a mesh cannot split this model and batch; None if it can.
 
-    "kv_heads=8 cannot be split in tp=16"
+    "kv_heads=8 cannot be split in tp=16, but in 2, 4 or 8"
 
     With `seq` None the length is not checked.
     """
@@ -45,7 +45,18 @@ def indivisible(
         if not size and parts > 1 and dim == "experts":
             return f"the model has no {dim} to be split in {'·'.join(axes)}={parts}"
         if size % parts:
-            return f"{field}={size} cannot be split in {'·'.join(axes)}={parts}"
+            why = f"{field}={size} cannot be split in {'·'.join(axes)}={parts}"
+            split = [axis for axis in axes if mesh_shape[axis] > 1]
+            if len(split) > 1:
+                return why
+            # sizes of this axis that divide all of the model's dims
+            others = [
+                (getattr(model, name, None) or 0, _parts(dim_axes.get(other, ()), mesh_shape))
+                for name, other in split_dims.items()
+                if split[0] in dim_axes.get(other, ())
+            ]
+            fits = [n for n in divisors(size) if not any(s * parts % (n * p) for s, p in others)]
+            return f"{why}, but in {nearest_sizes_text(parts, fits)}"
     parts = accumulation * _parts(batch_axes, mesh_shape)
     if batch % parts:
         over = "·".join([*batch_axes, *(["accumulation"] if accumulation > 1 else [])])

@@ -11,6 +11,7 @@ from meshwright.present.numbers import (
     gib,
     mesh_text,
     nearest_multiples,
+    nearest_sizes_text,
     percent,
     seconds_text,
 )
@@ -19,7 +20,6 @@ from meshwright.present.tables import (
     Column,
     Row,
     aligned,
-    omitted_columns,
     paragraph,
     table_html,
     table_markdown,
@@ -30,7 +30,8 @@ from meshwright.present.tables import (
 
 __all__ = [
     "CONTENT_POLICY", "GIB", "Column", "Row", "aligned", "amount", "bar", "bytes_text", "count",
-    "count_text", "duration_text", "gib", "mesh_text", "nearest_multiples", "omitted_columns",
-    "paragraph", "percent", "render", "seconds_text", "table_html", "table_markdown", "table_text",
+    "count_text", "duration_text", "gib", "mesh_text", "nearest_multiples", "nearest_sizes_text",
+    "paragraph",
+    "percent", "render", "seconds_text", "table_html", "table_markdown", "table_text",
     "text_html", "wrapped", "write_page",
 ]  # fmt: skip

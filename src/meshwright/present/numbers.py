@@ -1,7 +1,7 @@
 """Numbers for people: bytes, seconds, counts, shares; the same in every command and page."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 GIB = 2**30
 
@@ -106,6 +106,13 @@ def nearest_multiples(size: int, factor: int) -> str:
 
 
 _PLURALS = {"axis": "axes", "copy": "copies", "micro-batch": "micro-batches"}
+
+
+def nearest_sizes_text(given: int, fits: Iterable[int]) -> str:
+    """Of sizes that fit, the three that are nearest to the one that is given: `"2, 4 or 8"`."""
+    found = sorted(sorted(fits, key=lambda size: abs(math.log(size / given)))[:3])
+    *most, last = map(str, found)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def count(number: int, noun: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.files import cannot_be_written
 
 BASE = Path(__file__).with_name("base.html")
 # of a page that a server of ours sends: it loads nothing, and asks its own server alone
@@ -39,4 +40,4 @@ def write_page(file: Path, html: str) -> None:
     try:
         file.write_text(html, encoding="utf-8")
     except OSError as reason:
-        raise MeshwrightError(f"--html {str(file)!r} cannot be written: {reason}") from None
+        raise cannot_be_written(f"--html {str(file)!r}", reason) from None

@@ -1,4 +1,4 @@
-"""Tables in aligned columns; what does not fit is left out or broken over lines.
+"""Tables in aligned columns; what does not fit is broken over lines, or left out and named.
 
     >>> print(table_text([Column("mesh", right=False), Column("GiB")], [Row(("fsdp=8", "61.2"))]))
     mesh     GiB
@@ -90,12 +90,6 @@ def text_html(*lines: str) -> str:
     return f"<div>{'<br>'.join(map(html.escape, lines))}</div>" if lines else ""
 
 
-def omitted_columns(columns: Sequence[Column], rows: Sequence[Row], width: int) -> list[str]:
-    """The names of the columns for which `width` has no room."""
-    shown, _, _ = _fitting(columns, rows, width)
-    return [column.name for i, column in enumerate(columns) if i not in shown]
-
-
 def paragraph(
     text: str, width: int, indent: int = 2, *, hanging: int = 0, style: str = ""
 ) -> "RenderableType":
@@ -143,6 +137,11 @@ def _lines(columns: Sequence[Column], rows: Sequence[Row], width: int, indent: i
         lines += cell_lines(row.cells, row.style)
         if row.note:
             lines.append([(wrapped(row.note, width, indent + 4), "dim")])
+    # one without a name is a drawing beside a number
+    if names := [c.name for i, c in enumerate(columns) if i not in shown and c.name]:
+        needed = indent + sum(_least_widths(columns, rows)) + len(columns) - 1
+        text = f"left out: {', '.join(names)}; a width of {needed} shows all (COLUMNS={needed})"
+        lines.append([(wrapped(text, width, indent, 2), "dim")])
     return lines
 
 
@@ -156,14 +155,8 @@ def _fitting(
     columns: Sequence[Column], rows: Sequence[Row], width: int
 ) -> tuple[list[int], list[int], int]:
     """Which columns are shown, how wide each is, and how far apart they are."""
-    widths = [
-        max([len(column.name), *(len(row.cells[i]) for row in rows)])
-        for i, column in enumerate(columns)
-    ]
-    least = [
-        min(widths[i], max(column.least, len(column.name))) if column.least else widths[i]
-        for i, column in enumerate(columns)
-    ]
+    widths = _full_widths(columns, rows)
+    least = _least_widths(columns, rows)
     shown = list(range(len(columns)))
     droppable = sorted((c.importance, i) for i, c in enumerate(columns) if c.importance)
     while True:
@@ -176,3 +169,18 @@ def _fitting(
                     room -= more
                 return shown, widths, gap
         shown.remove(droppable.pop(0)[1])
+
+
+def _full_widths(columns: Sequence[Column], rows: Sequence[Row]) -> list[int]:
+    return [
+        max([len(column.name), *(len(row.cells[i]) for row in rows)])
+        for i, column in enumerate(columns)
+    ]
+
+
+def _least_widths(columns: Sequence[Column], rows: Sequence[Row]) -> list[int]:
+    """The widths below which columns are left out: those of their cells, broken over lines."""
+    return [
+        min(width, max(column.least, len(column.name))) if column.least else width
+        for column, width in zip(columns, _full_widths(columns, rows), strict=True)
+    ]

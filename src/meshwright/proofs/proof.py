@@ -213,7 +213,13 @@ def _compile(
 ) -> None:  # fmt: skip
     """In a process of its own: its libraries are noisy, and may end it."""
     start = time.perf_counter()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as reason:
+        raise MeshwrightError(
+            f"the cache {str(folder.parent)!r} cannot be written: {reason.strerror}; set "
+            "MESHWRIGHT_CACHE to a folder that can"
+        ) from None
     with contextlib.ExitStack() as stack:
         work = stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent))
         stack.enter_context(before_end(lambda: shutil.rmtree(work, ignore_errors=True)))

@@ -12,14 +12,27 @@ from meshwright.serving.sampling import Sampling
 if TYPE_CHECKING:
     from meshwright.data import ChatTemplate
 
+CALM = Sampling(0.8, top_p=0.95)
+"""Sampling of what a person types (generate, chat, the chat page), where the folder names none."""
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    named: Sampling | None = None
+    """Sampling as the folder says; None: it says nothing."""
     max_new: int | None = None
     """Maximum number of tokens of a chat's answer; None: what the context has room for."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of requests to the server's API: else OpenAI's defaults, as in vLLM."""
+        return self.named or Sampling()
+
+    @property
+    def typed(self) -> Sampling:
+        """Of what a person types."""
+        return self.named or CALM
 
     def __str__(self) -> str:
         """
@@ -53,8 +66,9 @@ def defaults_of(fields: Mapping[str, Any]) -> Defaults:
     try:
         if limit is not None and whole_number(limit, "max_new_tokens") < 1:
             raise MeshwrightError(f"max_new_tokens={limit} must be at least 1")
-        return Defaults(Sampling(**given), limit)
+        return Defaults(Sampling(**given) if given else None, limit)
     except MeshwrightError as reason:
         raise MeshwrightError(
-            f"generation_config.json: {reason}; or ignore it with --generation-config none"
+            f"generation_config.json: {reason}; correct it there (serve can ignore it: "
+            "--generation-config none)"
         ) from None

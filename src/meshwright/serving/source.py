@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
+from meshwright.files import not_a_model
 from meshwright.hub import ADAPTER as HUB_ADAPTER
 from meshwright.hub import MODEL, hub_name, local_folder, name_of_snapshot
 from meshwright.launch import weights_sample
@@ -47,7 +48,7 @@ from meshwright.models import (
     with_adapter,
 )
 from meshwright.ops import drop_trivial_axes, nontrivial_axes
-from meshwright.present import mesh_text
+from meshwright.present import mesh_text, nearest_sizes_text
 from meshwright.serving.grammars import Grammars
 from meshwright.serving.settings import served_config
 from meshwright.training import check_base
@@ -279,34 +280,35 @@ def _repeat(x: jax.Array, dim: int, size: int, spec: P) -> jax.Array:
 
 def check_fits(config: Any, mesh: Mesh) -> None:
     """Raise a MeshwrightError if the mesh does not divide the model's dims."""
-    rules = serving_of(config).rules("ep" in mesh.shape)
+    shape = dict(mesh.shape)
+    if (why := _misfit(config, shape)) is None:
+        return
+    for axis in [axis for axis in ("tp", *shape) if shape[axis] > 1]:
+        sizes = range(1, 2 * mesh.size + 1)
+        if fits := [size for size in sizes if _misfit(config, shape | {axis: size}) is None]:
+            why += f"; {axis}={nearest_sizes_text(shape[axis], fits)} would fit"
+            break
+    raise MeshwrightError(f"mesh '{mesh_text(shape)}': {why}")
+
+
+def _misfit(config: Any, shape: Mapping[str, int]) -> str | None:
+    """Why a mesh of this shape cannot split the model; None if it can."""
+    rules = serving_of(config).rules("ep" in shape)
     for field, dim in family_of(config).split_dims.items():
         axes = rules.layout(dim).axes[0]
-        parts = math.prod(mesh.shape[axis] for axis in axes)
+        parts = math.prod(shape[axis] for axis in axes)
         if dim == "kv_heads" or parts == 1:  # key heads may be repeated
             continue
         size = getattr(config, field, None) or 0
-        sizes = " · ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
+        sizes = " · ".join(f"{axis}={shape[axis]}" for axis in axes)
         if not size and dim == "experts":
-            raise MeshwrightError(
-                f"mesh '{mesh_text(mesh.shape)}': the model has no {dim} to be split in {sizes}"
-            )
+            return f"the model has no {dim} to be split in {sizes}"
         if size % parts:
-            fits = [str(n) for n in range(1, mesh.size + 1) if size % n == 0][-3:]
-            raise MeshwrightError(
-                f"mesh '{mesh_text(mesh.shape)}': {sizes} does not divide the model's "
-                f"{field}={size}; {' or '.join(fits)} would"
-            )
-    tensor, size = mesh.shape["tp"], config.kv_heads
+            return f"{sizes} does not divide the model's {field}={size}"
+    tensor, size = shape["tp"], config.kv_heads
     if size % tensor and tensor % size:
-        fits = [
-            str(n) for n in range(1, config.heads + 1)
-            if config.heads % n == config.mlp % n == 0 and (size % n == 0 or n % size == 0)
-        ][-3:]  # fmt: skip
-        raise MeshwrightError(
-            f"mesh '{mesh_text(mesh.shape)}': tp={tensor} neither divides the model's "
-            f"kv_heads={size} nor is a multiple of them; {' or '.join(fits)} would do"
-        )
+        return f"tp={tensor} neither divides the model's kv_heads={size} nor is a multiple of them"
+    return None
 
 
 def targets(config: Any, mesh: Mesh, dtype: Any) -> Any:
@@ -346,10 +348,9 @@ def _config_file(folder: Path) -> dict[str, Any]:
         )
     file = folder / "config.json"
     if not file.is_file():
-        above = next((up for up in folder.resolve().parents if (up / "checkpoints").is_dir()), None)
-        hint = "" if above is None else f"; the run it is part of is {above}"
         raise MeshwrightError(
-            f"{folder} holds no config.json, so it is neither a run nor a Hugging Face model{hint}"
+            f"{folder} holds no config.json, so it is neither a run nor a Hugging Face model; "
+            f"{not_a_model(folder)}"
         )
     fields = _json(file)
     if not isinstance(fields, dict):

@@ -368,11 +368,20 @@ def config_from_file(file: Path) -> TrainConfig:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as reason:
-        raise MeshwrightError(f"--config {str(file)!r} cannot be read: {reason.strerror}") from None
+        raise MeshwrightError(
+            f"--config {str(file)!r} cannot be read: {reason.strerror}; give a run's config.json"
+        ) from None
     except ValueError as reason:
-        raise MeshwrightError(f"--config {str(file)!r} is not JSON: {reason}") from None
+        raise MeshwrightError(
+            f"--config {str(file)!r} is not JSON: {reason}; give a run's config.json"
+        ) from None
     if not isinstance(data, dict):
         raise MeshwrightError(f"--config {str(file)!r} must hold an object of settings")
+    if "architectures" in data or "model_type" in data:
+        raise MeshwrightError(
+            f"--config {str(file)!r} is the config of a model, not of a run; give the model as the "
+            "first word"
+        )
     for name in ("model_config", "hf_config", "base", "special_tokens"):  # found by the run
         data.pop(name, None)
     return config_from_dict(data, str(file))

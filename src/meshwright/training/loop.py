@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import meshwright
 from meshwright.checkpoint import lowest_loss, not_a_folder
 from meshwright.errors import MeshwrightError
 from meshwright.launch import (
@@ -512,6 +513,7 @@ class Loop:
             "machine": f"{backend.num_devices} × {backend.device_kind}",
             "data": self.config.data,
             "FLOPs of a token": backend.work.formula,
+            "version": meshwright.__version__,
         }
         files = description_files(settings, about, mixture.tokenizer.to_json())
         return files | mixture.template_files()

@@ -74,3 +74,25 @@ def test_a_folder_by_a_relative_path_is_found_from_anywhere(
     with only_run_in(Path("run")) as check_owned:
         monkeypatch.chdir("/")
         check_owned()
+
+
+@pytest.mark.parametrize("existing", ["", "runs", "runs/mine"])
+def test_a_run_that_is_refused_leaves_what_was_there(existing: str, tmp_path: Path) -> None:
+    (tmp_path / existing).mkdir(parents=True, exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="refused"), only_run_in(tmp_path / "runs" / "mine"):
+        raise ValueError("refused")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_fails_after_it_wrote_keeps_its_folder_and_lock(tmp_path: Path) -> None:
+    def fail() -> None:
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
+        raise ValueError("late")
+
+    with pytest.raises(ValueError, match="late"), only_run_in(tmp_path / "run"):
+        fail()
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "metrics.jsonl"}
+    with pytest.raises(ValueError, match="again"), only_run_in(tmp_path / "run"):
+        raise ValueError("again")
+    assert (tmp_path / "run" / ".lock").exists()

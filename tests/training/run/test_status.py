@@ -27,6 +27,7 @@ def made(folder: Path, steps: int, of: int = 10) -> Path:
         for step in range(1, steps + 1):
             log.write(step, {"loss": 1 / step, "step_seconds": 2.0})
     (folder / "config.json").write_text(json.dumps({"steps": of}))
+    (folder / "run.json").write_text('{"version": "0.2.0"}')
     return folder
 
 
@@ -55,6 +56,17 @@ def test_a_run_whose_process_is_gone_without_a_note_has_failed(
     assert state(tmp_path) == "failed"
     made(tmp_path, 10)  # it came to its last step, and died while saving or before
     assert state(tmp_path) == "finished"
+
+
+def test_a_run_of_an_earlier_version_is_stopped_where_its_last_step_is_saved_else_unknown(
+    tmp_path: Path,
+) -> None:
+    (made(tmp_path, 4) / "run.json").write_text('{"model": "tiny"}')
+    assert state(tmp_path) == "unknown"
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    assert state(tmp_path) == "unknown"
+    (tmp_path / "checkpoints" / "step-00000004").mkdir()
+    assert state(tmp_path) == "stopped"
 
 
 def test_a_run_of_another_machine_is_running_while_it_writes(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.files import not_a_model
 from meshwright.hub import CONFIG, local_folder
 
 SPECIAL_TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
@@ -93,9 +94,10 @@ def read_hf_config(
         path = path / "config.json" if path.is_dir() else path
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise MeshwrightError(
-            f"{path} is not there; give a path to a Hugging Face config.json, or to its folder"
-        ) from None
+        hint = "give a path to a Hugging Face config.json, or to its folder"
+        if path.parent.is_dir() and path.name == "config.json":
+            hint = not_a_model(path.parent)
+        raise MeshwrightError(f"{path} is not there; {hint}") from None
     except OSError as error:
         raise MeshwrightError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:  # JSON, its encoding, or a null byte in the path

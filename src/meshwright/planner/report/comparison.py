@@ -162,7 +162,10 @@ def _command(found: Comparison, best: Offer) -> str:
     words = ["meshwright", "plan", model, "--on", str(best.machine)]
     words += [*settings_flags(found.config), "--rank-by", "fastest"]
     words += ["--like", found.like] if found.like else []
-    return shlex.join([*words, "--tokens", f"{found.run.tokens:g}"])
+    size, letter = next(
+        ((s, x) for s, x in ((1e12, "T"), (1e9, "B")) if found.run.tokens >= s), (1, "")
+    )
+    return shlex.join([*words, "--tokens", f"{found.run.tokens / size:g}{letter}"])
 
 
 def comparison_data(found: Comparison, points: Curve | None = None) -> dict[str, Any]:

@@ -112,11 +112,16 @@ def read_plan(file: Path | str) -> Plan:
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as reason:
-        raise MeshwrightError(f"plan {str(file)!r} cannot be read: {reason}") from None
+        raise MeshwrightError(
+            f"plan {str(file)!r} cannot be read: {getattr(reason, 'strerror', None) or reason}; "
+            "meshwright plan … --json > FILE writes one"
+        ) from None
     try:
         data = json.loads(text)
     except ValueError as reason:
-        raise MeshwrightError(f"plan {str(file)!r} is not JSON: {reason}") from None
+        raise MeshwrightError(
+            f"plan {str(file)!r} is not JSON: {reason}; meshwright plan … --json > FILE writes one"
+        ) from None
     return plan_from_data(data, f"plan {str(file)!r}")
 
 

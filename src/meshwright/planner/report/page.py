@@ -177,8 +177,8 @@ def _summary(plan: Plan) -> list[tuple[str, str]]:
         )
     if plan.largest_seq is not None:
         longest = plan.workload.model.max_seq
-        own = f" (model's own: {longest:,})" if plan.largest_seq > longest else ""
-        cells.append(("longest sequence", f"{plan.largest_seq:,}{own}"))
+        own = f"longest (model's: {longest:,})" if plan.largest_seq > longest else ""
+        cells.append((own or "longest sequence", f"{plan.largest_seq:,}"))
     cost = rates.cost_per_trillion(plan, best)
     if cost is not None:
         cells.append(("cost of 1T tokens", amount(cost)))

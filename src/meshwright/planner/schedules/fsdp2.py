@@ -25,6 +25,7 @@ from meshwright.planner.step import StepModel, Work
 from meshwright.planner.terms import Number
 from meshwright.planner.work import train_work
 from meshwright.planner.workload import Choice, Workload
+from meshwright.present import nearest_sizes_text
 
 AXES = ("dp", "fsdp", "tp")
 BACKWARD: Phase = "backward"
@@ -319,7 +320,8 @@ def indivisible(model: Any, choice: Choice, batch: int, seq: int) -> str | None:
     for dim in ("kv_heads", "heads", "mlp"):  # of the vocabulary the last rank may have less
         size = dims[dim]
         if size % tp:
-            return f"{dim}={size} cannot be split in tp={tp}"
+            fits = divisors(math.gcd(*(dims[name] for name in ("kv_heads", "heads", "mlp"))))
+            return f"{dim}={size} cannot be split in tp={tp}, but in {nearest_sizes_text(tp, fits)}"
     if choice.sequence_parallel and seq % tp:
         return f"seq={seq} cannot be split in tp={tp} by sequence parallelism"
     if batch % ranks:

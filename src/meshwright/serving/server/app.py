@@ -106,7 +106,7 @@ async def _page(http: HttpRequest, service: Service) -> Response:
         "needsKey": bool(service.keys),
         "hasTemplate": service.template is not None,
         "maxLength": service.engine.max_length,
-        "defaults": dataclasses.asdict(service.defaults.sampling),
+        "defaults": dataclasses.asdict(service.defaults.typed),
     }
     text = render(Path(__file__).with_name("chat.html"), title=service.name, data=settings)
     return HTMLResponse(text, headers={"Content-Security-Policy": CONTENT_POLICY})

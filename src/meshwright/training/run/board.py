@@ -120,7 +120,7 @@ def _entry(name: str, folder: Path) -> dict[str, Any]:
     try:
         status = run_status(folder, read.last)
     except MeshwrightError as reason:
-        return entry | {"state": "failed", "reason": str(reason), "progress": "", "numbers": {}}
+        return entry | {"state": "unknown", "reason": str(reason), "progress": "", "numbers": {}}
     return entry | {
         "state": status.state,
         "reason": read.unreadable or status.reason,

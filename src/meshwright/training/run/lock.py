@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -26,7 +26,12 @@ def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
     Gives a function to call before each write or deletion in the folder; it raises
     LostFolderError. A lock belongs to a file, not to its path: after `rm -rf` or `mv` of the
     folder, another run may hold a lock at the same path.
+
+    A run that fails before it wrote anything leaves nothing behind: neither a new lock nor folders
+    that were made for it.
     """
+    created = [path for path in (folder / FILE, folder, *folder.parents) if not path.exists()]
+    before = set(folder.iterdir()) if folder.is_dir() else set()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # unbuffered: closing has nothing left to write that could fail
@@ -54,7 +59,20 @@ def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
             paths = [held.enter_context(HeldPath(path)) for path in (folder, folder / FILE)]
         except OSError as reason:
             raise cannot_be_written(folder, reason) from None
-        yield lambda: _check_owned(*paths)
+        try:
+            yield lambda: _check_owned(*paths)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                if all(path.is_there() for path in paths):
+                    _remove_unused(folder, created, before)
+            raise
+
+
+def _remove_unused(folder: Path, created: Sequence[Path], before: set[Path]) -> None:
+    """Remove the lock and the folders that were created for it, if nothing else was added."""
+    if set(folder.iterdir()) <= before | {folder / FILE}:
+        for path in created:  # the innermost first; a folder that is not empty stays
+            path.unlink() if path.name == FILE else path.rmdir()
 
 
 def _check_owned(folder: HeldPath, lock: HeldPath) -> None:

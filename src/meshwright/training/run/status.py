@@ -1,7 +1,8 @@
 """Whether a run is running, finished, stopped or failed, as its folder tells it.
 
 A run notes in metrics.jsonl that it resumed, and how it ended. One that was killed, or
-whose machine went down, has noted no end: then its process is looked for.
+whose machine went down, has noted no end: then its process is looked for. Runs of versions
+before 0.2.0 noted nothing, and have no version in run.json.
 """
 
 import dataclasses
@@ -12,14 +13,16 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.checkpoint import folders
 from meshwright.errors import MeshwrightError
 from meshwright.training.run.lock import owner
 from meshwright.training.run.metrics import FILE as METRICS
 from meshwright.training.run.metrics import Metrics
 
-State = Literal["running", "finished", "stopped", "failed"]
+State = Literal["running", "finished", "stopped", "failed", "unknown"]
 RESUMED, ENDED = "resumed", "ended"  # events of metrics.jsonl
 NO_END = "no end was noted and its process no longer runs: killed, or the machine went down"
+EARLIER = "a run of an earlier version, which noted no end"
 QUIET_S = 600.0  # a run on another machine that wrote nothing for this long is taken for gone
 
 
@@ -49,7 +52,11 @@ def run_status(folder: Path, metrics: Metrics) -> RunStatus:
         return RunStatus("running", step, steps)
     if steps is not None and step >= steps:
         return RunStatus("finished", step, steps)
-    return RunStatus("failed", step, steps, NO_END)
+    if "version" in (read_json(folder / "run.json") or {}):
+        return RunStatus("failed", step, steps, NO_END)
+    if step and step in folders.complete_steps(folder / "checkpoints"):
+        return RunStatus("stopped", step, steps, f"{EARLIER}; its last step is saved")
+    return RunStatus("unknown", step, steps, EARLIER)
 
 
 def _has_process(folder: Path) -> bool:
