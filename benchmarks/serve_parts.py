@@ -1,14 +1,16 @@
 """The parts of a decode step on a GPU with fp8 units: matmuls, and attention over pages.
 
-    python benchmarks/serve_parts.py                       # prints two tables
+    python benchmarks/serve_parts.py                       # prints three tables
     python benchmarks/serve_parts.py --cpu --matmuls       # tiny matmuls: a smoke test
 
 Each matmul is timed as a program of eight with weights of their own, so that neither the launch nor
 the cache on the chip counts. The peer of our attention kernel is cuDNN over bfloat16 pages; errors
-are the largest difference to it. Limits are bytes over the chip's bandwidth.
+are the largest difference to it. Limits are bytes over the chip's bandwidth. The matmuls of layers
+stand between norms and activations, with which XLA fuses the rounding of activations to fp8.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.machines import chip_of_kind
-from meshwright.ops.quantized import einsum, quantize, scaled
+from meshwright.ops.quantized import Quantized, _fp8_einsum, einsum, quantize, scaled
 from meshwright.serving import generation_mesh
 
 WEIGHTS = 8
@@ -71,6 +73,50 @@ def matmul_table(shapes: Any, tokens: Any, bandwidth: float) -> list[str]:
                 + f" | {limits[0]:.1f}, {limits[1]:.1f} |"
             )
             print(lines[-1], flush=True)
+    return lines
+
+
+def layer_table(count: int = 6) -> list[str]:
+    """Matmuls of a layer of the 8B shape, with activations rounded to fp8 and as they are."""
+    sizes = (4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)
+    keys = iter(jax.random.split(jax.random.key(0), count * len(sizes)))
+    plain = [
+        [jax.random.normal(next(keys), size, jnp.bfloat16) * 0.02 for size in sizes]
+        for _ in range(count)
+    ]
+    fp8 = [[quantize(weight, 1, "fp8") for weight in layer] for layer in plain]
+
+    def rounded(x: jax.Array, weight: Quantized) -> jax.Array:
+        return scaled(_fp8_einsum("ni,oi->no", 1, x, weight.values), weight)
+
+    def converted(x: jax.Array, weight: Quantized) -> jax.Array:
+        return scaled(jnp.einsum("ni,oi->no", x, weight.values.astype(x.dtype)), weight)
+
+    def norm(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        wide *= jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True))
+        return wide.astype(x.dtype)
+
+    def layers(product: Any, x: jax.Array, weights: Any) -> jax.Array:
+        for qkv, output, gate_up, down in weights:
+            x = x + product(product(norm(x), qkv)[:, :4096], output)
+            gate, up = jnp.split(product(norm(x), gate_up), 2, axis=1)
+            x = x + product(jax.nn.silu(gate) * up, down)
+        return x
+
+    lines = [
+        "| tokens | bfloat16, µs a layer | fp8 converted inside | fp8 × fp8 |",
+        "|---|---|---|---|",
+    ]
+    ways = (jnp.matmul, plain), (converted, fp8), (rounded, fp8)
+    for tokens in (2, 16, 32, 64):
+        x = jax.random.normal(jax.random.key(1), (tokens, 4096), jnp.bfloat16)
+        times = [
+            microseconds(jax.jit(functools.partial(layers, product)), x, weights) / count
+            for product, weights in ways
+        ]
+        lines.append(f"| {tokens} | " + " | ".join(f"{each:.1f}" for each in times) + " |")
+        print(lines[-1], flush=True)
     return lines
 
 
@@ -132,6 +178,8 @@ def main() -> None:
     shapes, tokens = (((64, 128),), (1, 16)) if args.cpu else (MATMULS, TOKENS)
     with jax.set_mesh(generation_mesh()):
         lines = matmul_table(shapes, tokens, bandwidth)
+        if not args.matmuls:
+            lines += ["", *layer_table()]
     if not args.matmuls:
         lines += ["", *paged_table(bandwidth)]
     print("\n".join(["", device.device_kind, "", *lines]))

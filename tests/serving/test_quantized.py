@@ -38,8 +38,8 @@ def test_a_channel_is_rounded_relative_to_its_largest_number(name: str, most: fl
 @pytest.mark.parametrize(
     ("dims", "of_x", "of_weight", "inputs"),
     [
-        ("ble,ekgd->blkgd", (1, 7, 64), (64, 2, 3, 8), 1),
-        ("blhd,hde->ble", (1, 7, 4, 16), (4, 16, 32), 2),
+        ("ble,ekgd->blkgd", (1, 17, 64), (64, 2, 3, 8), 1),
+        ("blhd,hde->ble", (1, 17, 4, 16), (4, 16, 32), 2),
     ],
 )
 def test_activations_of_fp8_meet_weights_of_fp8(
@@ -54,6 +54,14 @@ def test_activations_of_fp8_meet_weights_of_fp8(
     found = quantize(jnp.asarray(weight), inputs, "fp8")
     with jax.set_mesh(generation_mesh()):
         product = scaled(einsum(dims, jnp.asarray(x), found), found)
+        few = scaled(einsum(dims, jnp.asarray(x[:, :9]), found), found)
+    values = np.moveaxis(
+        np.asarray(found.values.astype(jnp.float32)), range(-inputs, 0), range(inputs)
+    )
+    weight_of_8_bits = values * np.asarray(found.scale)
+    np.testing.assert_allclose(
+        few, np.einsum(dims, x[:, :9], weight_of_8_bits), rtol=1e-4, atol=1e-3
+    )
     exact = np.einsum(dims, x, weight)
     # each factor is rounded by up to 1/16; the errors of a sum have random signs
     size = np.sqrt(np.einsum(dims, x**2, weight**2))

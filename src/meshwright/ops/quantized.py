@@ -2,7 +2,8 @@
 
 A decode step is limited by the bytes of its weights, so it reads half of them. Where a GPU has fp8
 units, fp8 weights meet activations of fp8, which get a scale per token: that is up to twice as fast
-as bfloat16 for many tokens. Elsewhere the values are converted inside the matmul. The scale of the
+as bfloat16 for many tokens. Of few tokens, and elsewhere, the values are converted inside the
+matmul. The scale of the
 weight multiplies the result. The dims that a matmul sums over are the last ones of both operands:
 in another order a Hopper GPU reaches two thirds of the speed.
 
@@ -33,6 +34,11 @@ QUANTIZED_DTYPES: dict[str, tuple[Any, float]] = {
     "fp8": (jnp.float8_e4m3fn, 448.0),
 }
 
+
+# fewest tokens that are rounded to fp8. On an H200 the matmuls of a layer of 8B take 97 us with two
+# tokens that are, 77 with two that are not, and as long either way with 16 (bfloat16: 121, 124);
+# benchmarks/serve_parts.py
+_ROUNDED = 16
 
 NF4 = "nf4"
 NF4_BLOCK = 64  # inputs that share a scale
@@ -169,8 +175,9 @@ def einsum(dims: str, x: jax.Array, weight: jax.Array | Quantized, **options: An
     if weight.is_nf4:
         sizes = x.shape[x.ndim - len(inputs) :]
         return jnp.einsum(dims, x, dequantize_nf4(weight, sizes, x.dtype), **options)
-    over = spec_of(x)[x.ndim - len(inputs) :]
-    if weight.values.dtype == jnp.float8_e4m3fn and _has_fp8() and not split_axes(over):
+    first = x.ndim - len(inputs)
+    is_fp8 = weight.values.dtype == jnp.float8_e4m3fn and math.prod(x.shape[:first]) >= _ROUNDED
+    if is_fp8 and _has_fp8() and not split_axes(spec_of(x)[first:]):
         return _fp8_einsum(dims, len(inputs), x, weight.values, **options)
     return jnp.einsum(dims, x, weight.values.astype(x.dtype), **options)
 
