@@ -11,6 +11,7 @@ from typing import IO
 
 from meshwright.errors import MeshwrightError
 from meshwright.files import HeldPath, cannot_be_written
+from meshwright.interrupt import before_end
 
 FILE = ".lock"
 
@@ -30,9 +31,9 @@ def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
     A run that fails before it wrote anything leaves nothing behind: neither a new lock nor folders
     that were made for it.
     """
-    created = [path for path in (folder / FILE, folder, *folder.parents) if not path.exists()]
-    before = set(folder.iterdir()) if folder.is_dir() else set()
     try:
+        created = [path for path in (folder / FILE, folder, *folder.parents) if not path.exists()]
+        before = set(folder.iterdir()) if folder.is_dir() else set()
         folder.mkdir(parents=True, exist_ok=True)
         # unbuffered: closing has nothing left to write that could fail
         file = (folder / FILE).open("ab+", buffering=0)
@@ -59,12 +60,17 @@ def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
             paths = [held.enter_context(HeldPath(path)) for path in (folder, folder / FILE)]
         except OSError as reason:
             raise cannot_be_written(folder, reason) from None
-        try:
-            yield lambda: _check_owned(*paths)
-        except BaseException:
+
+        def leave() -> None:
             with contextlib.suppress(OSError):
                 if all(path.is_there() for path in paths):
                     _remove_unused(folder, created, before)
+
+        try:
+            with before_end(leave):  # a signal before the first step
+                yield lambda: _check_owned(*paths)
+        except BaseException:
+            leave()
             raise
 
 
