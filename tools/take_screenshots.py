@@ -1,7 +1,7 @@
 """Take the screenshots of docs/images: `.venv-clients/bin/python tools/take_screenshots.py`.
 
 Everything on them is real: two runs of the demo's model are trained and compared on the board, and
-the better one is served and asked. It takes minutes, and needs the browser of `make test-clients`.
+the better one is served and asked. It takes minutes, and needs the browser of tests/browser.py.
 """
 
 import re
