@@ -133,7 +133,34 @@ GPU_CASES = [
     case("t5-v1.1-large", "h100:1x8", "dp=1,fsdp=8,tp=1,sp=1", 64, 512, "none"),
     case("t5-v1.1-xl", "a100-80:1x8", "dp=1,fsdp=8,tp=1,sp=1", 64, 512),
     case("t5-v1.1-large", "h100:1x8", "dp=2,fsdp=2,tp=2,sp=1", 64, 512, "mlp", accumulation=2),
+    # the first showed that the decoder's loop ends while the encoder's begins; others were held out
+    case("ul2", "h100:2x8", "dp=1,fsdp=16,tp=1,sp=1", 64, 512),
+    case("flan-t5-xxl", "h100:1x8", "dp=1,fsdp=8,tp=1,sp=1", 64, 512, "mlp"),
+    case("t5-11b", "a100-80:2x8", "dp=2,fsdp=8,tp=1,sp=1", 64, 512),
+    # matmuls in fp8
+    case("llama-3.2-1b", "h100:1x1", "dp=1,fsdp=1,tp=1,sp=1", 8, 4096, "mlp", matmul="fp8"),
+    case("llama-3.1-8b", "h100:1x8", "dp=1,fsdp=8,tp=1,sp=1", 16, 4096, matmul="fp8"),
+    case("llama-3.1-8b", "h200:1x8", "dp=1,fsdp=4,tp=2,sp=1", 16, 4096, "mlp", matmul="fp8"),
+    case("llama-3.1-70b", "h100:8x8", "dp=1,fsdp=64,tp=1,sp=1", 64, 4096, matmul="fp8"),
+    case("qwen3-8b", "b200:1x8", "dp=1,fsdp=8,tp=1,sp=1", 32, 4096, "none", matmul="fp8"),
+    # a ring in each micro-batch
+    case(
+        "llama-3.2-1b", "h100:1x8", "dp=1,fsdp=2,tp=1,sp=4", 16, 16384, accumulation=2,
+        context_parallel="ring",
+    ),
+    case(
+        "llama-3.1-8b", "h100:4x8", "dp=1,fsdp=8,tp=1,sp=4", 32, 32768, accumulation=2,
+        context_parallel="ring",
+    ),
 ]  # fmt: skip
+
+# inputs of layers in the host's memory
+OFFLOAD_CASES = [
+    case("llama-3.2-3b", "v5p:2x2x2", "dp=1,fsdp=8,tp=1,sp=1", 32, 8192, "offload"),
+    case("llama-3.1-8b", "v6e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 64, 8192, "offload"),
+    case("qwen3-14b", "v5e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 128, 4096, "offload"),
+    case("llama-3.1-70b", "v6e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 64, 8192, "offload"),
+]
 
 # LoRA of rank 16 beside frozen weights in 8 and 4 bits
 LORA_CASES = [
@@ -199,7 +226,7 @@ def alternatives(model: str, on: str, batch: int, seq: int, most: int = 2) -> li
 
 USUAL = {
     "accumulation": 1, "sequence_parallel": False, "mlp_chunk": 0, "context_parallel": "auto",
-    "overlap": False,
+    "overlap": False, "matmul": "auto",
 }  # fmt: skip
 
 
@@ -221,6 +248,7 @@ def config_of(one: dict[str, Any]) -> Any:
         compute=ComputeConfig(
             remat=one["remat"], sequence_parallel=one.get("sequence_parallel", False),
             mlp_chunk=one.get("mlp_chunk", 0), overlap="on" if one.get("overlap") else "off",
+            matmul=one.get("matmul", "auto"),
         ),
     )  # fmt: skip
 
@@ -340,7 +368,7 @@ def extras(one: dict[str, Any], mesh: str) -> list[str]:
     """Mesh, remat and whatever is not as usual."""
     more = [
         name if one[name] is True else f"{name} {one[name]}"
-        for name in ("accumulation", "sequence_parallel", "context_parallel", "overlap")
+        for name in ("accumulation", "sequence_parallel", "context_parallel", "overlap", "matmul")
         if name in one and one[name] != USUAL[name]
     ]
     lora = [f"LoRA beside {one['lora']}"] if "lora" in one else []
@@ -478,7 +506,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     if options.compile:
-        compile_missing([*CASES, *GPU_CASES, *LORA_CASES, *EXPERT_CASES])
+        compile_missing([*CASES, *OFFLOAD_CASES, *GPU_CASES, *LORA_CASES, *EXPERT_CASES])
         for scenario in SCENARIOS:
             compile_missing(alternatives(*scenario))
     record = of_platform(read_record(), "tpu")

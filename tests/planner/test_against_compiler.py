@@ -55,6 +55,20 @@ def test_memory_is_within_a_tenth_of_the_compilers_but_for_three_steps(
     assert 1 - below <= memory(StepModel(planned(entry))).total / entry["total"] <= 1 + above
 
 
+OFFLOADED = [entry for entry in COMPILED if entry["case"]["remat"] == "offload"]
+
+
+@pytest.mark.parametrize("entry", OFFLOADED, ids=lambda entry: recorded.words(entry["case"]))
+def test_memory_with_offload_is_within_8_percent_and_the_host_has_the_rest(
+    entry: dict[str, Any],
+) -> None:
+    found = memory(StepModel(planned(entry)))
+    assert found.total == pytest.approx(entry["total"], rel=0.08)
+    on_host = entry["kinds"]["beside it, in the host's memory"]
+    devices = Machine.parse(entry["case"]["on"]).devices_per_host
+    assert found.host / devices == pytest.approx(on_host, rel=0.01)
+
+
 def test_what_fits_is_said_to_fit_and_what_does_not_is_refused() -> None:
     right = [
         memory(StepModel(planned(entry))).fits
@@ -101,6 +115,12 @@ def test_memory_on_gpus_is_within_8_percent_and_every_verdict_right(entry: dict[
 def test_gpus_send_what_is_planned_to_a_hundredth_and_nothing_else(entry: dict[str, Any]) -> None:
     assert max(map(abs, off(entry)), default=0.0) <= 0.01
     assert entry["surprises"] == []
+
+
+def test_matmuls_in_fp8_are_recorded_on_gpus() -> None:
+    cases = [entry["case"] for entry in ON_GPUS if entry["case"].get("matmul") == "fp8"]
+    assert len(cases) >= 3
+    assert {axis for case in cases for axis in case["mesh"].split(",")} >= {"fsdp=8", "tp=2"}
 
 
 def test_micro_batches_on_gpus_are_recorded_with_every_axis() -> None:

@@ -8,6 +8,7 @@ from meshwright.arithmetic import divisors, round_up
 from meshwright.models import OFFLOAD
 from meshwright.ops import NF4, NF4_BLOCK, expert_capacity
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
+from meshwright.ops.attention import query_gradients
 from meshwright.planner.attention import (
     exchange_of,
     plain_attention,
@@ -327,9 +328,23 @@ class DeviceStack:
         if not self.sizes.attention_weights:
             return 0
         if device.is_tpu:
-            return self.context_parallel + self.scores + self.bias
+            return self.context_parallel + self.scores + self.bias + self.query_gradients
         all_gathered = 0 if device.strategy == "ring" else self.context_parallel
         return device.used * self.tokens * self.heads(*self.gpu_arrays) + all_gathered + self.scores
+
+    @property
+    def query_gradients(self) -> Number:
+        """Bytes of the gradients of queries by a TPU's fused kernel, one for each block of keys.
+
+        Where query heads share keys they are copied to be summed.
+        """
+        device, dims = self.device, self.device.sizes.dims
+        length = device.workload.lengths[self.sizes.field]
+        arrays = query_gradients(length) * (1 + (dims["heads"] > dims["kv_heads"]))
+        in_parts = device.strategy in ("ring", "allgather")
+        if in_parts or arrays < 2 or plain_attention(device.workload, device.choice):
+            return 0
+        return device.used * self.tokens * self.heads(arrays, 0)
 
     @property
     def recomputed_attention(self) -> Number:

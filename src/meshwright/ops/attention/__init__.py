@@ -30,7 +30,7 @@ from meshwright.ops.attention.paged import (
     pool_shape,
 )
 from meshwright.ops.attention.ring_steps import ring_steps_of
-from meshwright.ops.attention.splash import backward_kernels, padded_length
+from meshwright.ops.attention.splash import backward_kernels, padded_length, query_gradients
 from meshwright.ops.attention.strategy import (
     FLOPS_PER_BYTE,
     STRATEGIES,
@@ -75,6 +75,7 @@ __all__ = [
     "page_size_of",
     "paged_attention",
     "pool_shape",
+    "query_gradients",
     "refusal",
     "ring_steps_of",
     "sequence_order",

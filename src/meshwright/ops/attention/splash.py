@@ -201,6 +201,11 @@ def backward_kernels(length: int) -> int:
     return 1 if length // LARGEST * length <= ONE_KERNEL else 2
 
 
+def query_gradients(length: int) -> int:
+    """Arrays of gradients of all queries that the backward pass writes: one kernel, one a block."""
+    return padded_length(length) // LARGEST if backward_kernels(length) == 1 else 1
+
+
 def _lengths(call: Call) -> tuple[int, int]:
     return padded_length(call.queries), padded_length(call.keys)
 
