@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshwright.machines import chip_of_kind
-from meshwright.ops.quantized import Quantized, _fp8_einsum, einsum, quantize, scaled
+from meshwright.ops.quantized import Quantized, einsum, quantize, rounded_einsum, scaled
 from meshwright.serving import generation_mesh
 
 WEIGHTS = 8
@@ -87,7 +87,7 @@ def layer_table(count: int = 6) -> list[str]:
     fp8 = [[quantize(weight, 1, "fp8") for weight in layer] for layer in plain]
 
     def rounded(x: jax.Array, weight: Quantized) -> jax.Array:
-        return scaled(_fp8_einsum("ni,oi->no", 1, x, weight.values), weight)
+        return scaled(rounded_einsum("ni,oi->no", 1, x, weight.values), weight)
 
     def converted(x: jax.Array, weight: Quantized) -> jax.Array:
         return scaled(jnp.einsum("ni,oi->no", x, weight.values.astype(x.dtype)), weight)

@@ -147,6 +147,20 @@ def test_a_machine_with_a_size_costs_chips_times_hours_times_price() -> None:
     assert found.offers[0].cost < found.offers[1].cost  # type: ignore[operator]
 
 
+def test_machines_that_are_alike_in_part_are_planned_as_if_alone() -> None:
+    """A chip of one's own with the name of another, and hosts in two slices of one machine."""
+    fast = dataclasses.replace(CHIPS["h100"], bf16_flops=2e15)
+    alike = [Machine.parse("h100:2x8"), Machine(fast, (2, 8)), Machine.parse("2*h100:8")]
+    alone = [best_step(SMALL, machine) for machine in alike]
+    for order in (alike, alike[::-1]):
+        found = compare(SMALL, order, Run(1e9), constraints_of(SMALL), catalogue=Catalogue())
+        steps = {
+            (offer.machine.chip.bf16_flops, offer.machine.slices): offer.estimate.step_seconds
+            for offer in found.offers
+        }
+        assert [steps[one.chip.bf16_flops, one.slices] for one in alike] == pytest.approx(alone)
+
+
 def test_own_prices_change_the_order_and_a_machine_without_one_comes_last() -> None:
     prices = {"v5p": Price(0.01, "mine", "", "", "mine"), "h100": Price(9.0, "h", "", "", "x")}
     found = asked(SMALL, "h100:8,v5p:2x2x2,h200:8", Run(1e11), catalogue=Catalogue({}, prices))

@@ -151,6 +151,11 @@ def test_experts_that_cannot_be_split_are_refused(model: str, mesh: str, why: st
         plan(model, "h100:2x8", batch=16, seq=64, mesh=mesh)
 
 
+def test_no_sizes_are_named_where_none_would_fit() -> None:
+    with pytest.raises(MeshwrightError, match=r"experts=8 cannot be split in ep=3(?!, but in)"):
+        plan("mixtral-8x7b", "cpu:9", batch=9, seq=1024, mesh="ep=3,fsdp=3")
+
+
 @pytest.mark.parametrize("batch", [1, 4, 64])
 def test_a_decode_step_reads_the_experts_that_its_tokens_choose(batch: int) -> None:
     """Against a drawn choice of experts for each token."""
@@ -180,15 +185,23 @@ def test_an_engine_splits_experts_over_ep_and_replicates_the_rest() -> None:
     assert sent == dict.fromkeys(("all-reduce", "all-gather"), (("ep",), TINY.layers))
 
 
-def test_quantized_weights_of_an_engine_are_all_but_the_experts() -> None:
-    served = workload(TINY, "h100:8", 16, 64, serve=True)
+@pytest.mark.parametrize("on", ["h100:8", "v5e:2x4"])
+def test_quantized_weights_of_an_engine_are_all_but_routers_and_on_tpus_experts(on: str) -> None:
+    served = workload(TINY, on, 16, 64, serve=True)
     steps = [StepModel(served, Choice.of(dp=8, weights=weights)) for weights in (None, "int8")]
     attention = 2 * TINY.embed * TINY.head_dim * (TINY.heads + TINY.kv_heads)
     fewer = TINY.layers * attention + TINY.vocab * TINY.embed  # a byte less of each
     scales = TINY.layers * (2 * TINY.embed + 2 * TINY.kv_heads * TINY.head_dim) + TINY.vocab
+    of_experts = TINY.layers * 3 * TINY.embed * TINY.mlp
+    read = TINY.experts * (1 - (1 - TINY.experts_per_token / TINY.experts) ** 2)  # by two tokens
+    if on == "v5e:2x4":
+        of_experts = 0
+    else:
+        scales += TINY.layers * TINY.experts * (2 * TINY.mlp + TINY.embed)
     held = [memory(step).kinds["parameters"] for step in steps]
-    assert held[0] - held[1] == fewer - 4 * scales
-    assert steps[0].work.memory_bytes - steps[1].work.memory_bytes == pytest.approx(fewer)
+    assert held[0] - held[1] == fewer + TINY.experts * of_experts - 4 * scales
+    less = steps[0].work.memory_bytes - steps[1].work.memory_bytes
+    assert less == pytest.approx(fewer + read * of_experts)
 
 
 def test_a_served_token_of_latent_attention_keeps_keys_and_values_of_every_head() -> None:

@@ -75,7 +75,12 @@ def agrees(setting: Setting) -> None:
 
     def near(array: np.ndarray, right: np.ndarray) -> None:
         inside = array[tuple(map(slice, right.shape))]
-        assert np.linalg.norm(inside - right) < 1e-5 * np.linalg.norm(right)
+        off = np.abs(inside - right)
+        if setting.optimizer == "lion":  # takes the sign of a gradient, which may be rounding
+            turned = off > 1e-5 * np.abs(right).max()
+            assert np.count_nonzero(turned) <= 1e-3 * turned.size
+            off = np.where(turned, 0, off)
+        assert np.linalg.norm(off) < 1e-5 * np.linalg.norm(right)
         assert np.count_nonzero(array) == np.count_nonzero(inside)
 
     jax.tree.map(near, params, expected_params)

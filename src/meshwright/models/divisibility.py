@@ -56,7 +56,7 @@ def indivisible(
                 if split[0] in dim_axes.get(other, ())
             ]
             fits = [n for n in divisors(size) if not any(s * parts % (n * p) for s, p in others)]
-            return f"{why}, but in {nearest_sizes_text(parts, fits)}"
+            return f"{why}, but in {nearest_sizes_text(parts, fits)}" if fits else why
     parts = accumulation * _parts(batch_axes, mesh_shape)
     if batch % parts:
         over = "·".join([*batch_axes, *(["accumulation"] if accumulation > 1 else [])])

@@ -43,7 +43,7 @@ def unstacked(
         in_bfloat16 = any(array.dtype == jnp.bfloat16 for array in stacked[block].values())
         if spec.kind == "router" and in_bfloat16 and all(map(_is_bfloat16, arrays)):
             merge = _in_bfloat16
-        how = dtype if spec.kind in ("matrix", "expert") else None
+        how = dtype if spec.kind in _quantized_kinds() else None
         groups = 1 if spec.kind == "expert" else 0
         for index, layer in enumerate(layers):
             index = jnp.int32(index)
@@ -158,6 +158,11 @@ def _layer(
 
 def _same(array: jax.Array) -> jax.Array:
     return array
+
+
+def _quantized_kinds() -> tuple[str, ...]:
+    """On TPUs no kernel takes experts of 8 bits: each step would make a copy in 16 bits of all."""
+    return ("matrix",) if current_platform() == "tpu" else ("matrix", "expert")
 
 
 def _is_bfloat16(array: jax.Array) -> bool:

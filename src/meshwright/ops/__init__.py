@@ -45,7 +45,7 @@ from meshwright.ops.fp8 import (
 )
 from meshwright.ops.grouped import group_alignment, grouped_low_rank, grouped_matmul
 from meshwright.ops.low_rank import Dropout, hashed, low_rank_product
-from meshwright.ops.mosaic import switched_on
+from meshwright.ops.mosaic import is_hopper, switched_on
 from meshwright.ops.norms import NORMS, NormKind, add_bias, normalize, rms_norm
 from meshwright.ops.quantized import (
     NF4,
@@ -68,10 +68,10 @@ __all__ = [
     "cross_entropy", "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
     "exchange_by_bytes", "expert_capacity", "few_tokens_mlp", "few_tokens_unavailable",
     "float32_matmul", "fp8_einsum", "group_alignment", "grouped_low_rank", "grouped_matmul",
-    "hashed", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes", "normalize",
-    "over_capacity", "over_chunks", "partial_sums", "plain_weights", "quantize", "quantized_spec",
-    "reduce_part", "reduce_to", "relative_bias", "relative_bias_at", "rms_norm", "rotate",
-    "rows_per_token", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
+    "hashed", "is_hopper", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes",
+    "normalize", "over_capacity", "over_chunks", "partial_sums", "plain_weights", "quantize",
+    "quantized_spec", "reduce_part", "reduce_to", "relative_bias", "relative_bias_at", "rms_norm",
+    "rotate", "rows_per_token", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
     "target_log_probs", "through_experts", "tie_gradients", "top_experts", "varying_like",
     "weight_in_fp8",
 ]  # fmt: skip

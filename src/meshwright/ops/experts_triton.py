@@ -26,7 +26,6 @@ FEW_TOKENS = 128  # more take longer to multiply than to read
 _FEWEST = 16  # tokens that a tensor core's matmul takes
 _BLOCK = 64  # of the dims of matrices, which have a multiple of it
 _STAGES = 4  # blocks that are being read
-_SMALLER = 64.0  # by which tokens are divided in float16, so that the largest are finite
 
 Activate = Callable[[jax.Array, jax.Array | None], jax.Array]
 """`up` and `gate`, if there is one, to what the down projection multiplies."""
@@ -141,7 +140,7 @@ def few_tokens_mlp(
 
     def run(x: jax.Array, choice: tuple[jax.Array, jax.Array], arrays: Mapping[str, Any]) -> Any:
         if isinstance(arrays["down"], Quantized):
-            x = _smaller(x)
+            x = _in_float16(x)
         hidden, experts = _hidden(x, choice, arrays, activate, interpret)
         return _down(hidden, experts, arrays["down"], x.shape[0], interpret)
 
@@ -211,10 +210,10 @@ def _columns(matrix: jax.Array | Quantized, width: int) -> list[Any]:
     ]
 
 
-def _smaller(x: jax.Array) -> jax.Array:
-    """x as weights of 8 bits are multiplied with it; `_times_scale` makes up for the division."""
+def _in_float16(x: jax.Array) -> jax.Array:
+    """x as weights of 8 bits are multiplied with it; what float16 cannot hold is its largest."""
     most = float(jnp.finfo(jnp.float16).max)
-    return jnp.clip(x.astype(jnp.float32) * (1 / _SMALLER), -most, most).astype(jnp.float16)
+    return jnp.clip(x.astype(jnp.float32), -most, most).astype(jnp.float16)
 
 
 def _product(x: jax.Array, matrix: Any, expert: jax.Array, here: Any) -> jax.Array:
@@ -227,7 +226,7 @@ def _product(x: jax.Array, matrix: Any, expert: jax.Array, here: Any) -> jax.Arr
 
 
 def _times_scale(total: jax.Array, matrix: Any, expert: jax.Array) -> jax.Array:
-    return total if len(matrix) == 1 else total * (_SMALLER * matrix[1][expert, :])[None]
+    return total if len(matrix) == 1 else total * matrix[1][expert, :][None]
 
 
 def _refs(refs: Sequence[Any], matrices: Sequence[jax.Array | Quantized]) -> list[list[Any]]:
@@ -361,7 +360,7 @@ def _hidden_kernel(
         activated = activate(parts["up"], parts.get("gate"))
         activated *= weight[:, None]
         is_small = out_ref.dtype == jnp.float16 and len(of_matrices[0]) > 1
-        out_ref[...] = _smaller(activated) if is_small else activated.astype(out_ref.dtype)
+        out_ref[...] = _in_float16(activated) if is_small else activated.astype(out_ref.dtype)
 
 
 def _down(

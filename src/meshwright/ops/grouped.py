@@ -65,14 +65,16 @@ def grouped_low_rank(
 
 
 def _of_8_bits(x: jax.Array, weights: Quantized, sizes: jax.Array, alignment: int) -> jax.Array:
-    """In fp8, with a scale for each row, where the kernel takes it; else converted to x's dtype."""
+    """In fp8, with a scale for each row, on Hopper GPUs; else all are converted to x's dtype."""
     groups = jnp.repeat(_groups_of_tiles(x, sizes, alignment), alignment)
     scale = weights.scale.at[groups].get(mode="clip")
-    if alignment > 1 and weights.values.dtype == jnp.float8_e4m3fn:
-        rounded, of_rows = round_to_8_bits(x.astype(jnp.float32), 1, "fp8")
+    if alignment > 1:
+        rows, values, dtype = x, weights.values, x.dtype
+        if values.dtype == jnp.float8_e4m3fn:
+            rows, of_rows = round_to_8_bits(x.astype(jnp.float32), 1, "fp8")
+            scale *= of_rows[:, None]
         tiles = _groups_of_tiles(x, sizes)
-        y = hopper_grouped.rows_product(rounded, weights.values, tiles, True, x.dtype)
-        scale *= of_rows[:, None]
+        y = hopper_grouped.rows_product(rows, values.astype(rows.dtype), tiles, True, dtype)
     else:
         y = grouped_matmul(x, weights.values.astype(x.dtype).swapaxes(1, 2), sizes, alignment)
     return (y.astype(jnp.float32) * scale).astype(x.dtype)

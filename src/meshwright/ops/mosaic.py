@@ -24,13 +24,22 @@ LOG2_E = math.log2(math.e)  # GPUs have exp2
 def unavailable(chips: frozenset[str]) -> str | None:
     """Why kernels for these chips cannot be used, None if they can."""
     platform, kind = current_device()
-    if platform not in ("gpu", "cuda") or not chips & set(re.split(r"[\s-]", kind)):
+    if platform not in ("gpu", "cuda") or not _is_one_of(kind, chips):
         return f"it runs on the GPUs {', '.join(sorted(chips))}"
     if not switched_on():
         return f"{SWITCH} is 0"
     if jax.__version_info__ < OLDEST:
         return f"it needs jax {'.'.join(map(str, OLDEST))} or newer"
     return None
+
+
+def is_hopper(kind: str) -> bool:
+    """Whether the device of this kind is a Hopper GPU: `NVIDIA H100 80GB HBM3`."""
+    return _is_one_of(kind, HOPPER)
+
+
+def _is_one_of(kind: str, chips: frozenset[str]) -> bool:
+    return not chips.isdisjoint(re.split(r"[\s-]", kind))
 
 
 def switched_on() -> bool:

@@ -3,9 +3,8 @@
 A decode step is limited by the bytes of its weights, so it reads half of them. Where a GPU has fp8
 units, fp8 weights meet activations of fp8, which get a scale per token: that is up to twice as fast
 as bfloat16 for many tokens. Of few tokens, and elsewhere, the values are converted inside the
-matmul. The scale of the
-weight multiplies the result. The dims that a matmul sums over are the last ones of both operands:
-in another order a Hopper GPU reaches two thirds of the speed.
+matmul. The scale of the weight multiplies the result. The dims that a matmul sums over are the last
+ones of both operands: in another order a Hopper GPU reaches two thirds of the speed.
 
 `nf4` is the 4-bit NormalFloat of QLoRA, for weights that a training step leaves as they are: 64
 inputs share a float32 scale, their largest absolute value, and each is the nearest of 16 levels, so
@@ -38,7 +37,7 @@ QUANTIZED_DTYPES: dict[str, tuple[Any, float]] = {
 # fewest tokens that are rounded to fp8. On an H200 the matmuls of a layer of 8B take 97 us with two
 # tokens that are, 77 with two that are not, and as long either way with 16 (bfloat16: 121, 124);
 # benchmarks/serve_parts.py
-_ROUNDED = 16
+_FEWEST_ROUNDED = 16
 
 NF4 = "nf4"
 NF4_BLOCK = 64  # inputs that share a scale
@@ -176,13 +175,15 @@ def einsum(dims: str, x: jax.Array, weight: jax.Array | Quantized, **options: An
         sizes = x.shape[x.ndim - len(inputs) :]
         return jnp.einsum(dims, x, dequantize_nf4(weight, sizes, x.dtype), **options)
     first = x.ndim - len(inputs)
-    is_fp8 = weight.values.dtype == jnp.float8_e4m3fn and math.prod(x.shape[:first]) >= _ROUNDED
+    is_fp8 = (
+        weight.values.dtype == jnp.float8_e4m3fn and math.prod(x.shape[:first]) >= _FEWEST_ROUNDED
+    )
     if is_fp8 and _has_fp8() and not split_axes(spec_of(x)[first:]):
-        return _fp8_einsum(dims, len(inputs), x, weight.values, **options)
+        return rounded_einsum(dims, len(inputs), x, weight.values, **options)
     return jnp.einsum(dims, x, weight.values.astype(x.dtype), **options)
 
 
-def _fp8_einsum(
+def rounded_einsum(
     dims: str, inputs: int, x: jax.Array, values: jax.Array, **options: Any
 ) -> jax.Array:
     """The product with x in fp8, whose last `inputs` dims are summed over."""

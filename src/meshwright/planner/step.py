@@ -239,7 +239,7 @@ class StepModel:
         """Collectives as the machine's compiler has them."""
         shape = self.machine.chip.platform, self.machine.shape, self.machine.slices
         return self._once(
-            ("collectives", shape if self.machine.is_tpu else shape[0]),
+            ("collectives", shape if self.machine.is_tpu else (shape[0], self.machine.slices)),
             lambda: self.schedule.compiled(self, self.written),
         )
 
@@ -256,7 +256,7 @@ class StepModel:
     def fullest(self) -> Kinds:
         """What is live at the moment with the most of it."""
         chip = self.machine.chip
-        by = chip.name if self.machine.is_tpu else kernels_of(self.workload, self.choice)
+        by = chip if self.machine.is_tpu else kernels_of(self.workload, self.choice)
 
         def highest() -> Kinds:
             return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))

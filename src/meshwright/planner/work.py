@@ -225,7 +225,7 @@ def _heads(stack: StackSizes) -> int:
 def _attention(step: StepModel, again: bool) -> _Passes:
     """Attention by the number of keys seen: 2 matmuls forward, 4 backward, 2 if computed again."""
     workload, choice, total = step.workload, step.choice, _Passes()
-    key = step.machine.chip.name, choice.tensor, choice.context, step.device.strategy
+    key = step.machine.chip, choice.tensor, choice.context, step.device.strategy
     rates = workload.once(("attention rates", *key), lambda: _attention_rates(step))
     on_device = step.device.sequences * choice.accumulation
     for flops, part, rate, matmuls in rates:

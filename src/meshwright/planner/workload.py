@@ -214,7 +214,7 @@ class Workload:
     @functools.cached_property
     def kernels(self) -> dict[tuple[int, int, str], Any]:
         """The same of attention's kernels, by (tp, sp, strategy)."""
-        return self.once(("kernels", self.machine.chip.device_kinds[0]), dict)
+        return self.once(("kernels", self.machine.chip), dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from meshwright.arithmetic import round_up
 from meshwright.audits import Collective
 from meshwright.errors import MeshwrightError
 from meshwright.models import LoraConfig, indivisible, serving_of
-from meshwright.ops import FEW_TOKENS
+from meshwright.ops import FEW_TOKENS, is_hopper
 from meshwright.planner import efficiency
 from meshwright.planner.attention import keys_seen, splits_of
 from meshwright.planner.device import Device
@@ -90,21 +90,28 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
     mlp = number(max(stack.mlp.inner for stack in device.sizes.generating))
     if (experts := device.sizes.experts) is not None:  # and a copy of the token for each
         mlp = mlp + number(experts.per_token, "experts") * device.embed
-    tokens = sequences + number(min(workload.seq, _engine(workload).chunk), "tokens")
+    chunk = min(workload.seq, _engine(workload).chunk)
+    tokens = sequences + number(chunk, "tokens")
+    copied: Number = 0
+    if _copies_experts(step, chunk + places(workload, step.choice)):
+        most = max(stack.expert_weights for stack in device.sizes.generating)
+        copied = device.used * number(most) / (device.tp * device.ep)
     yield (
         "prefill",
         {
             "parameters": _served_weights(step) + device.used * _slots(step),
             "key-value cache": device.cached * cache,
             "working activations": (
-                3 * device.float32 * sequences * device.vocab + 16 * tokens * (device.embed + mlp)
+                3 * device.float32 * sequences * device.vocab
+                + 16 * tokens * (device.embed + mlp)
+                + copied
             ),
         },
     )
 
 
 def _served_weights(step: StepModel) -> Number:
-    """Quantized are the matrices of layers and experts, but no routers, and an LM head of its own.
+    """Quantized are matrices of layers, experts but on TPUs, no routers, and an LM head of its own.
 
     Norms, biases and scales are in float32.
     """
@@ -112,21 +119,24 @@ def _served_weights(step: StepModel) -> Number:
     used = device.used
     if step.choice.weights is None:
         return used * step.layers_and_tables + device.float32 * step.vectors
-    quantized, outputs, routers = step.layers, number(0), number(0)
+    quantized, outputs, whole = step.layers, number(0), number(0)
     for stack in device.sizes.stacks:
         matrices = stack.of_kind("matrix")
         of_all = sum(one.outputs for one in matrices if one.adds_to_residual or one.whole)
         split = sum(matrix.outputs for matrix in matrices) - of_all
         layers = number(stack.layers, "layers")
         outputs = outputs + layers * (number(split) / device.tp + number(of_all))
+        whole = whole + layers * number(_router_weights(stack)) / device.ep
+        if step.machine.is_tpu:
+            whole = whole + layers * number(stack.expert_weights) / (device.tp * device.ep)
+            continue
         for expert in stack.of_kind("expert"):
             ways = device.ep if expert.adds_to_residual else device.ep * device.tp
             outputs = outputs + layers * number(expert.outputs) / ways
-        routers = routers + layers * number(_router_weights(stack)) / device.ep
-    quantized = quantized - routers
+    quantized = quantized - whole
     if not device.sizes.is_tied:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
-    unquantized = used * (routers + device.table) + device.float32 * (step.vectors + outputs)
+    unquantized = used * (whole + device.table) + device.float32 * (step.vectors + outputs)
     return number(1, "bytes") * quantized + unquantized
 
 
@@ -342,6 +352,7 @@ def _chunk_step(step: StepModel, chunk: int) -> Number:
     elementwise = device.used * tokens * number(round(numbers / 3))
     busy = max(read / bandwidth, flops / _peak(step, rate)) + elementwise / bandwidth + _gaps(step)
     busy = busy + number(efficiency.CHUNK_OF_LAYER, "s") * number(sizes.layers, "layers")
+    busy = busy + _experts_more(step, chunk + many)
     busy = busy + number(_link_seconds(step, chunk + many), "s")
     return max(busy, _launching(step))
 
@@ -370,9 +381,23 @@ def _weight_bytes(step: StepModel, tokens: int) -> Number:
         rest = stack.weights + _copies(step, stack) - stack.expert_weights - router
         weights = one * number(rest)
         if stack.experts is not None:
-            weights = weights + used * number(router) + one * _touched(step, stack, tokens)
+            of_experts = used if step.machine.is_tpu else one
+            weights = weights + used * number(router)
+            weights = weights + of_experts * _touched(step, stack, tokens)
+            if _copies_experts(step, tokens):  # written and read
+                weights = weights + 2 * used * number(stack.expert_weights) / device.ep
         read = read + number(stack.layers, "layers") * weights / device.tp
     return read
+
+
+def _copies_experts(step: StepModel, tokens: int) -> bool:
+    """Whether a step makes a copy in 16 bits of experts of 8: see ops/grouped.py."""
+    chip, weights = step.machine.chip, step.choice.weights
+    if weights is None or step.machine.is_tpu:
+        return False
+    if chip.platform == "gpu" and tokens <= FEW_TOKENS:
+        return False
+    return weights != "fp8" or not is_hopper(chip.device_kinds[0])
 
 
 def _touched(step: StepModel, stack: StackSizes, tokens: int) -> Number:
