@@ -1,11 +1,16 @@
 """The lock of a run's folder: whether folder and lock at the path are still those of the run."""
 
+import fcntl
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from meshwright.errors import MeshwrightError
 from meshwright.training.run import LostFolderError, only_run_in
 
 
@@ -76,13 +81,91 @@ def test_a_folder_by_a_relative_path_is_found_from_anywhere(
         check_owned()
 
 
+def refused(run: AbstractContextManager[object]) -> None:
+    error = ValueError("refused")
+    assert not run.__exit__(ValueError, error, error.__traceback__)
+
+
 @pytest.mark.parametrize("existing", ["", "runs", "runs/mine"])
-def test_a_run_that_is_refused_leaves_what_was_there(existing: str, tmp_path: Path) -> None:
-    (tmp_path / existing).mkdir(parents=True, exist_ok=True)
+def test_a_run_that_is_refused_removes_the_folders_that_it_made(
+    existing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(existing).mkdir(parents=True, exist_ok=True)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ValueError, match="refused"), only_run_in(tmp_path / "runs" / "mine"):
-        raise ValueError("refused")
-    assert sorted(tmp_path.rglob("*")) == before
+    run = only_run_in(Path("runs/mine"))
+    run.__enter__()
+    monkeypatch.chdir("/")
+    refused(run)
+    there = [path for path in sorted(tmp_path.rglob("*")) if path.name != ".lock"]
+    assert there == before
+
+
+def test_a_folder_that_cannot_be_made_leaves_none_above_it(tmp_path: Path) -> None:
+    name = "x" * 300
+    with pytest.raises(MeshwrightError, match="File name too long"):
+        only_run_in(tmp_path / "runs" / name).__enter__()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("third", [False, True])
+def test_a_run_does_not_take_a_lock_that_a_refused_run_removed(
+    third: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first run ends after the second opened its lock; then a third may come."""
+    first, third_run = only_run_in(tmp_path / "run"), only_run_in(tmp_path / "run")
+    first.__enter__()
+    flock = fcntl.flock
+
+    def after_the_first_ended(file: IO[bytes], how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        refused(first)
+        if third:
+            third_run.__enter__()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_first_ended)
+    if third:
+        with pytest.raises(MeshwrightError, match="another run is writing to"):
+            only_run_in(tmp_path / "run").__enter__()
+        third_run.__exit__(None, None, None)
+    else:
+        with only_run_in(tmp_path / "run") as check_owned:
+            check_owned()
+    assert (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_run_makes_a_folder_again_that_a_refused_run_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, mkdir = only_run_in(tmp_path / "runs" / "first"), os.mkdir
+    first.__enter__()
+
+    def after_the_first_ended(path: Path) -> None:
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        refused(first)
+        mkdir(path)
+
+    monkeypatch.setattr(os, "mkdir", after_the_first_ended)
+    with only_run_in(tmp_path / "runs" / "second") as check_owned:
+        check_owned()
+
+
+def test_a_refused_run_leaves_a_folder_that_another_process_made_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = os.mkdir
+
+    def made_by_another(path: Path) -> None:
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        mkdir(path)
+        mkdir(path)
+
+    monkeypatch.setattr(os, "mkdir", made_by_another)
+    run = only_run_in(tmp_path / "runs" / "mine")
+    run.__enter__()
+    refused(run)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
 
 
 def test_a_run_that_fails_after_it_wrote_keeps_its_folder_and_lock(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +14,7 @@ from meshwright.files import HeldPath, cannot_be_written
 from meshwright.interrupt import before_end
 
 FILE = ".lock"
+TRIES = 100  # to lock a folder that other runs remove meanwhile
 
 
 class LostFolderError(MeshwrightError):
@@ -28,57 +29,81 @@ def only_run_in(folder: Path) -> Iterator[Callable[[], None]]:
     LostFolderError. A lock belongs to a file, not to its path: after `rm -rf` or `mv` of the
     folder, another run may hold a lock at the same path.
 
-    A run that fails before it wrote anything leaves nothing behind: neither a new lock nor folders
-    that were made for it.
+    A run that fails before it wrote anything removes the folders that it made, with the lock. In a
+    folder that was there before, the lock stays.
     """
-    try:
-        created = [path for path in (folder / FILE, folder, *folder.parents) if not path.exists()]
-        before = set(folder.iterdir()) if folder.is_dir() else set()
-        folder.mkdir(parents=True, exist_ok=True)
-        # unbuffered: closing has nothing left to write that could fail
-        file = (folder / FILE).open("ab+", buffering=0)
-    except OSError as reason:
-        raise cannot_be_written(folder, reason) from None
-    with file, contextlib.ExitStack() as held:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise MeshwrightError(
-                f"another run is writing to {str(folder)!r} ({_owner(file)}); "
-                "stop it, or give --run another folder"
-            ) from None
-        except OSError as reason:
-            raise MeshwrightError(
-                f"run folder {str(folder)!r} cannot be locked: {reason.strerror}; give --run a "
-                "folder on a file system with locks"
-            ) from None
-        try:
-            owner_line = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-            file.truncate(0)
-            if file.write(owner_line) != len(owner_line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            paths = [held.enter_context(HeldPath(path)) for path in (folder, folder / FILE)]
-        except OSError as reason:
-            raise cannot_be_written(folder, reason) from None
+    folder = Path(os.path.abspath(folder))  # the same after a chdir
+    made: list[Path] = []
+    paths: list[HeldPath] = []
 
-        def leave() -> None:
-            with contextlib.suppress(OSError):
-                if all(path.is_there() for path in paths):
-                    _remove_unused(folder, created, before)
+    def leave() -> None:
+        """Remove what this run made, if nothing else is there; the lock must still be held."""
+        with contextlib.suppress(OSError):
+            is_own = folder in made and bool(paths) and all(path.is_there() for path in paths)
+            if is_own and list(folder.iterdir()) == [folder / FILE]:
+                (folder / FILE).unlink()
+            for path in reversed(made):
+                path.rmdir()  # fails if it is not empty
 
+    with contextlib.ExitStack() as held, before_end(leave):  # a signal before the first step
         try:
-            with before_end(leave):  # a signal before the first step
-                yield lambda: _check_owned(*paths)
+            try:
+                file = held.enter_context(_locked(folder, made))
+                paths += [held.enter_context(HeldPath(path)) for path in (folder, folder / FILE)]
+                owner_line = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+                file.truncate(0)
+                if file.write(owner_line) != len(owner_line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as reason:
+                raise cannot_be_written(folder, reason) from None
+            yield lambda: _check_owned(*paths)
         except BaseException:
             leave()
             raise
 
 
-def _remove_unused(folder: Path, created: Sequence[Path], before: set[Path]) -> None:
-    """Remove the lock and the folders that were created for it, if nothing else was added."""
-    if set(folder.iterdir()) <= before | {folder / FILE}:
-        for path in created:  # the innermost first; a folder that is not empty stays
-            path.unlink() if path.name == FILE else path.rmdir()
+def _locked(folder: Path, made: list[Path]) -> IO[bytes]:
+    """The lock, held; folders that are made for it are added to `made`.
+
+    A run that fails removes its folders and its lock, between any two lines here: then try again.
+    """
+    for _ in range(TRIES):
+        with contextlib.ExitStack() as opened:
+            try:
+                _make(folder, made)
+                # unbuffered: closing has nothing left to write that could fail
+                file = opened.enter_context((folder / FILE).open("ab+", buffering=0))
+                _lock(file, folder)
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / FILE)):
+                    opened.pop_all()
+                    return file
+            except FileNotFoundError:
+                continue
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
+def _make(folder: Path, made: list[Path]) -> None:
+    """Make the folder and those above it; a folder that another process made first is not ours."""
+    missing = [path for path in (folder, *folder.parents) if not path.is_dir()]
+    for path in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+            made.append(path)
+
+
+def _lock(file: IO[bytes], folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise MeshwrightError(
+            f"another run is writing to {str(folder)!r} ({_owner(file)}); "
+            "stop it, or give --run another folder"
+        ) from None
+    except OSError as reason:
+        raise MeshwrightError(
+            f"run folder {str(folder)!r} cannot be locked: {reason.strerror}; give --run a "
+            "folder on a file system with locks"
+        ) from None
 
 
 def _check_owned(folder: HeldPath, lock: HeldPath) -> None:
