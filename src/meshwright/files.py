@@ -138,12 +138,29 @@ def output_is_written() -> Iterator[None]:
         _flush_output()
         return
     except BaseException as ended:
-        if isinstance(ended, SystemExit) and isinstance(ended.__context__, BrokenPipeError):
+        reason = None if ended.__suppress_context__ else ended.__context__
+        if isinstance(ended, SystemExit) and isinstance(reason, BrokenPipeError):
             return  # so ends rich
         _flush_output()
         raise
-    if (reason := _flush_output()) and _OUTPUT not in _warned:
-        raise cannot_be_written("the output", reason)
+    if (lost := _flush_output()) and _OUTPUT not in _warned:
+        raise cannot_be_written("the output", lost)
+
+
+@contextlib.contextmanager
+def status_of(failed: bool) -> Iterator[None]:
+    """Exit with status 1 after the output inside, if a check failed: also where nobody reads it.
+
+    Output that cannot be written is an error as in other commands, with its own status.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit):  # so ends rich
+        if not failed:
+            raise
+    if failed:
+        raise SystemExit(1) from None
 
 
 def _flush_output() -> OSError | None:

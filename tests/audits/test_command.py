@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,19 @@ def test_a_step_needs_no_data_and_has_no_surprises() -> None:
     assert data["mesh"] == {"fsdp": 4, "tp": 2, "dp": 1, "sp": 1}
     assert data["surprises"] == 0
     assert ["fsdp", "all-gather"] in [[*one["axes"], one["operation"]] for one in data["by_axis"]]
+
+
+@pytest.mark.parametrize("flags", [["--rows", "0"], ["--json"]])
+def test_a_check_that_fails_says_so_also_where_nobody_reads_it(flags: list[str]) -> None:
+    """As in `… --fail-on surprise | head -1`; a full disk is an error."""
+    command = [sys.executable, "-m", "meshwright.cli.main", "audit", *BAD, *EXPECT, *flags]
+    command += ["--fail-on", "surprise"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: the output cannot be written: No space left")

@@ -24,6 +24,7 @@ from meshwright.audits import (
 )
 from meshwright.cli.flags import simulate, take, take_all, take_integer, take_switch
 from meshwright.errors import MeshwrightError
+from meshwright.files import status_of
 from meshwright.meshes import STANDARD_AXES, MeshSpec
 from meshwright.present import Column, Row, aligned, mesh_text
 
@@ -67,14 +68,12 @@ def audit_command(arguments: Sequence[str]) -> None:
         audit = _of_text(text, words, expect)
     else:
         audit = _of_step(words, expect, fail_on)
-    try:
+    wrong = (fail_on and audit.surprises) or (fail_on == "rewrite" and audit.rewritten)
+    with status_of(failed=bool(wrong)):
         if as_json:
             print(json.dumps(audit.data()))
         else:
             show(audit, Console(), 30 if most is None else most)
-    finally:  # also where nobody reads it all (| head)
-        if (fail_on and audit.surprises) or (fail_on == "rewrite" and audit.rewritten):
-            raise SystemExit(1)
 
 
 def show(audit: Audit, console: Console, most: int = 30) -> None:

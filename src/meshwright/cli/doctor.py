@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError, install_command
+from meshwright.files import status_of
 from meshwright.launch import cache_folder
 from meshwright.machines import chip_of_kind, free_host_memory
 from meshwright.present import GIB, Column, Row, aligned, bytes_text
@@ -68,20 +69,19 @@ def doctor(settings: DoctorSettings) -> None:
     """
     findings = list(examine(settings.network))
     broken = any(finding.must for finding in findings)
-    if settings.json:
-        print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
-    else:
-        console = Console()
-        columns = [Column("", right=False), Column("found", right=False, least=30)]
-        rows = [
-            Row((each.subject, each.found), note=_note(each), style="bold red" if each.must else "")
-            for each in findings
-        ]  # fmt: skip
-        console.print(*aligned(columns, rows, console.width), sep="\n")
-        fixes = sum(finding.must for finding in findings)
-        console.print(f"{fixes} to fix" if broken else "nothing must be fixed")
-    if broken:
-        raise SystemExit(1)
+    with status_of(failed=broken):
+        if settings.json:
+            print(json.dumps([dataclasses.asdict(finding) for finding in findings]))
+        else:
+            console = Console()
+            columns = [Column("", right=False), Column("found", right=False, least=30)]
+            rows = [
+                Row((one.subject, one.found), note=_note(one), style="bold red" if one.must else "")
+                for one in findings
+            ]
+            console.print(*aligned(columns, rows, console.width), sep="\n")
+            fixes = sum(finding.must for finding in findings)
+            console.print(f"{fixes} to fix" if broken else "nothing must be fixed")
 
 
 def examine(network: bool = True) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from meshwright.cli.audit import show as show_audit
 from meshwright.cli.flags import take, take_integer, take_switch
 from meshwright.cli.prove_train import headline, print_comparison, proof_data, shown
 from meshwright.errors import MeshwrightError
+from meshwright.files import status_of
 from meshwright.machines import Machine
 from meshwright.meshes import STANDARD_AXES, MeshSpec
 from meshwright.models import default_dtype, model_config
@@ -70,28 +71,27 @@ def prove_serve(words: list[str]) -> None:
         wanted = expected_serving(step)
         audit = read_audit(decode.text, replica, expected=wanted)
     compared = compare(step, proofs["prefill"], audit)
-    if as_json:
-        data = {
-            "decode": proof_data(decode, audit, compared),
-            "prefill": proof_data(proofs["prefill"], None, ()),
-        }
-        print(json.dumps({"model": name, "machine": str(machine), "mesh": text} | data))
-    else:
-        console = Console()
-        for part, proof in proofs.items():
-            line = headline(name, proof)
-            console.print(f"{part} {line}", highlight=False, soft_wrap=True)
-            kinds = proof.footprint.kinds if proof.footprint else {}
-            sizes = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in kinds.items() if size)
-            console.print(f"of a device: {sizes}", highlight=False, soft_wrap=True)
-            console.print(f"attention: {proof.attention}", highlight=False, soft_wrap=True)
-        print_comparison(console, compared)
-        if audit is not None:
-            show_audit(audit, console, most)
-        console.print(f"the programs are in {decode.folder} and {proofs['prefill'].folder}")
     wrong = {
         "surprise": audit is not None and bool(audit.surprises),
         "memory": not all(proof.fits for proof in proofs.values()),
     }
-    if fail_on is not None and wrong[fail_on]:
-        raise SystemExit(1)
+    with status_of(failed=fail_on is not None and wrong[fail_on]):
+        if as_json:
+            data = {
+                "decode": proof_data(decode, audit, compared),
+                "prefill": proof_data(proofs["prefill"], None, ()),
+            }
+            print(json.dumps({"model": name, "machine": str(machine), "mesh": text} | data))
+        else:
+            console = Console()
+            for part, proof in proofs.items():
+                line = headline(name, proof)
+                console.print(f"{part} {line}", highlight=False, soft_wrap=True)
+                kinds = proof.footprint.kinds if proof.footprint else {}
+                sizes = [f"{kind} {bytes_text(size)}" for kind, size in kinds.items() if size]
+                console.print(f"of a device: {', '.join(sizes)}", highlight=False, soft_wrap=True)
+                console.print(f"attention: {proof.attention}", highlight=False, soft_wrap=True)
+            print_comparison(console, compared)
+            if audit is not None:
+                show_audit(audit, console, most)
+            console.print(f"the programs are in {decode.folder} and {proofs['prefill'].folder}")

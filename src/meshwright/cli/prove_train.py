@@ -17,6 +17,7 @@ from meshwright.cli.audit import show as show_audit
 from meshwright.cli.flags import named_settings, take, take_integer, take_switch
 from meshwright.cli.train import settings
 from meshwright.errors import MeshwrightError
+from meshwright.files import status_of
 from meshwright.machines import Machine
 from meshwright.planner import Choice, Plan, StepModel, Workload, apply, memory, planned
 from meshwright.planner.report import read_plan
@@ -86,14 +87,11 @@ def prove_train(words: list[str]) -> None:
         "rewrite": audit is not None and (audit.surprises or audit.rewritten),
         "memory": not proof.fits,
     }
-    try:
+    with status_of(failed=fail_on is not None and bool(wrong[fail_on])):
         if as_json:
             print(json.dumps(_data(config, proof, audit, compared)))
         else:
             _print(config, proof, audit, compared, step, 12 if most is None else most)
-    finally:  # also where nobody reads it all (| head)
-        if fail_on is not None and wrong[fail_on]:
-            raise SystemExit(1)
 
 
 def _served(plan: Plan, file: str, choice: int | None) -> list[str]:
