@@ -51,13 +51,15 @@ def test_an_unknown_command_is_answered_with_the_known_ones(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = conversation(
-        monkeypatch, "/reset\n/system Be brief.\n/help\n/usr/bin?\n /tmp is\n/exit \n"
+        monkeypatch,
+        "/reset\n/system Be brief.\n/help\n/usr/bin?\n/new idea\n/exit the loop?\n /tmp is\n/exit \n",
     )
     assert asked == [
         ["user: /usr/bin?"], ["user: /usr/bin?", "assistant: answer 1", "user:  /tmp is"],
     ]  # fmt: skip
     said = capsys.readouterr()
-    for word, line in zip(("/reset", "/system"), said.err.splitlines(), strict=True):
+    words = ("/reset", "/system …", "/new …", "/exit …")
+    for word, line in zip(words, said.err.splitlines(), strict=True):
         assert line.startswith(f"{word} is no command: /new begins again, /exit ends")
     assert said.out.startswith("/new begins again, /exit ends; everything else")
 

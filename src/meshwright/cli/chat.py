@@ -94,20 +94,20 @@ def talk(answer: Callable[[list[dict[str, str]]], Iterator[str]], system: str | 
     if sys.stdin.isatty():
         print(f"{_COMMANDS}; Ctrl-C stops an answer")
     while (text := _read()) is not None:
-        command = _COMMAND.match(text)
-        word = command.group() if command else ""
-        if word in ("/exit", "/quit"):
+        line = text.rstrip()
+        if line in ("/exit", "/quit"):
             return
-        if word == "/new":
+        if line == "/new":
             messages = list(begun)
-        elif word in ("/help", "/?"):
+        elif line in ("/help", "/?"):
             print(f"{_COMMANDS}; everything else is said to the model")
-        elif word:
+        elif command := _COMMAND.match(line):
+            word = line if line == command.group() else f"{command.group()} …"
             print(
                 f"{word} is no command: {_COMMANDS}; to say it to the model, begin with a space",
                 file=sys.stderr,
             )
-        elif text.strip():
+        elif line:
             messages.append({"role": "user", "content": text})
             try:
                 messages.append({"role": "assistant", "content": _print(answer(messages))})
