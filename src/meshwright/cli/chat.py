@@ -31,11 +31,11 @@ class ChatSettings:
     max_new: int | None = None
     """Most tokens of an answer; by default what the context has room for."""
     temperature: float | None = None
-    """Sampling temperature; 0 is greedy. By default as the model's generation_config.json says,
-    else 0.8."""
+    """Sampling temperature; 0 is greedy. By default as the model's generation_config.json says;
+    if it names no sampling: 0.8."""
     top_p: float | None = None
-    """Nucleus sampling: keep the smallest set of tokens whose probability reaches p; likewise, else
-    0.95."""
+    """Nucleus sampling: keep the smallest set of tokens whose probability reaches p. By
+    default as the model's generation_config.json says; if it names no sampling: 0.95."""
     seed: int = 0
     """Random seed of the first answer; that of each next one is one more."""
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1"

@@ -36,12 +36,12 @@ class GenerateSettings:
     """Maximum number of new tokens per prompt; an end-of-document token ends it earlier."""
     temperature: float | None = None
     """Sampling temperature; 0 is greedy, 1 samples the model's own distribution. By default as the
-    model's generation_config.json says, else 0.8."""
+    model's generation_config.json says; if it names no sampling: 0.8."""
     top_k: int | None = None
     """Top-k sampling: keep the k most probable tokens."""
     top_p: float | None = None
     """Nucleus sampling: keep the smallest set of tokens whose probability reaches p. By default as
-    the model's generation_config.json says, else 0.95."""
+    the model's generation_config.json says; if it names no sampling: 0.95."""
     min_p: float | None = None
     """Keep tokens with at least p times the probability of the most probable token."""
     seed: int = 0

@@ -131,8 +131,8 @@ class LanguageModel:
         """Continue a text, or each of several, with the adapter of a name if one is given.
 
         `sampling` are the fields of Sampling, such as `temperature=0`; others are as the folder's
-        generation_config.json has them, else temperature 0.8 and top_p 0.95. Text i is sampled with
-        the seed `seed + i`.
+        generation_config.json has them; if it names no sampling: temperature 0.8 and top_p 0.95.
+        Text i is sampled with the seed `seed + i`.
         """
         tokens = [self.source.encode(text) for text in _texts(prompts)]
         requests = self._requests(tokens, max_new, sampling, adapter)
