@@ -122,6 +122,13 @@ def test_a_flag_of_before_is_answered_with_the_one_of_now(flag: str, now: str) -
             "runs/x --max-model-len 4096 --gpu-memory-utilization=0.8",
             "the same here: meshwright serve runs/x --engine.max-length 4096 --engine.memory-frac",
         ),
+        (
+            "serve",
+            "runs/x --quantization awq",
+            "no --quantization awq here; give --engine.weights fp8 or",
+        ),
+        ("serve", "runs/x --kv-cache-dtype fp8_e4m3", "serve runs/x --engine.cache fp8$"),
+        ("serve", "runs/x --kv-cache-dtype auto", "the same here: meshwright serve runs/x$"),
         ("generate", "runs/x --max_new_tokens 9", "the same here: .* runs/x --max-new 9"),
         ("serve", "runs/x --max_steps 3", "leave it out of serve"),
     ],

@@ -73,6 +73,13 @@ _SERVED = {
     "served_model_name": "--name", "lora_modules": "--adapters", "lora_paths": "--adapters",
     "max_lora_rank": "--engine.max-adapter-rank", "max_loras": "--engine.max-adapters",
 }  # fmt: skip
+# what their values are here; "": what is done without the flag
+_VALUES = {
+    "--engine.weights": {
+        "fp8": "fp8", "w8a8_fp8": "fp8", "int8": "int8", "w8a8_int8": "int8", "none": "",
+    },
+    "--engine.cache": {"fp8": "fp8", "fp8_e4m3": "fp8", "auto": "", "bfloat16": "", "bf16": ""},
+}  # fmt: skip
 _GENERATED = dict.fromkeys(("max_new_tokens", "max_tokens", "n_predict"), "--max-new")
 _OF_COMMAND = {"serve": _SERVED, "generate": _GENERATED, "chat": _GENERATED}
 # without a value, or with one that is true
@@ -141,7 +148,7 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     of_command = _OF_COMMAND.get(command, {})
     for name, value, written in _flags(words, _KNOWN | of_command.keys()):
         if name in of_command and value:
-            ours += [of_command[name], value]
+            ours += _own_value(of_command[name], value, " ".join(written))
             theirs.append(" ".join(written))
             continue
         if written[0].partition("=")[0] in _OWN.get(command, ()):
@@ -221,6 +228,17 @@ def _own_flag(command: str, flag: str, theirs: str) -> str:
     if command not in _WITH_TRAINS:
         raise MeshwrightError(_not_of(command, theirs, flag))
     return flag
+
+
+def _own_value(flag: str, value: str, theirs: str) -> list[str]:
+    """A flag with what a value of another system is here; nothing if that is the default."""
+    if flag not in _VALUES:
+        return [flag, value]
+    own = _VALUES[flag].get(value.lower())
+    if own is None:
+        known = " or ".join(sorted({one for one in _VALUES[flag].values() if one}))
+        raise MeshwrightError(f"there is no {theirs} here; give {flag} {known}, or leave it out")
+    return [flag, own] if own else []
 
 
 def _not_of(command: str, theirs: str, flag: str | None = None) -> str:
