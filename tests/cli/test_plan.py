@@ -318,3 +318,17 @@ def test_machines_compared_are_written_as_a_page(
     text = file.read_text()
     assert "h100:8" in text
     assert "h200:8" in text
+
+
+def test_the_next_command_of_a_comparison_has_its_catalogue(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('[chips.mine]\nlike = "h100"\n[prices]\nmine = 0.5\n')
+    words = ["--on", "mine:8,h200:8", "--batch", "64", "--seq", "128", "--tokens", "1B"]
+    main(["plan", "tiny", *words, "--catalogue", str(file)])
+    _, _, command = capsys.readouterr().out.partition("next\n")
+    program, *words = shlex.split(command.replace("\\\n", ""))
+    assert program == "meshwright"
+    main(words)
+    assert "mine:8" in capsys.readouterr().out

@@ -29,6 +29,8 @@ class Catalogue:
     prices: Mapping[str, Price] = dataclasses.field(
         default_factory=lambda: {chip: prices[0] for chip, prices in PRICES.items()}
     )
+    file: str = ""
+    """Where chips and prices of one's own are from."""
 
     def chip(self, name: str) -> Chip | None:
         """By its name or alias; an instance's name is a machine's, not a chip's."""
@@ -59,7 +61,7 @@ def read_catalogue(file: Path | str) -> Catalogue:
     for name, dollars in data.get("prices", {}).items():
         chip, price = _price(known, name, dollars, where)
         prices[chip] = price
-    return Catalogue(own, prices)
+    return Catalogue(own, prices, str(file))
 
 
 def _chip(name: str, figures: Any, where: str) -> Chip:

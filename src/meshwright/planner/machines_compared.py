@@ -90,6 +90,7 @@ class Comparison:
     offers: tuple[Offer, ...]
     refused: tuple[NoOffer, ...]
     like: str = ""  # the stack whose speed is planned; "": our own
+    catalogue: str = ""  # the file of --catalogue
 
     @property
     def best(self) -> Offer:
@@ -145,7 +146,7 @@ def compare(
         raise MeshwrightError(_impossible(ask, machines, refused))
     # those without a price last, by their time
     offers.sort(key=lambda one: (one.cost is None, ask.order(one) if one.cost else one.seconds))
-    return Comparison(config, run, tuple(offers), tuple(refused), like)
+    return Comparison(config, run, tuple(offers), tuple(refused), like, ask.catalogue.file)
 
 
 def _answer(ask: "_Ask", machine: Machine | Chip) -> Offer | NoOffer:

@@ -162,6 +162,7 @@ def _command(found: Comparison, best: Offer) -> str:
     words = ["meshwright", "plan", model, "--on", str(best.machine)]
     words += [*settings_flags(found.config), "--rank-by", "fastest"]
     words += ["--like", found.like] if found.like else []
+    words += ["--catalogue", found.catalogue] if found.catalogue else []
     size, letter = next(
         ((s, x) for s, x in ((1e12, "T"), (1e9, "B")) if found.run.tokens >= s), (1, "")
     )
