@@ -18,7 +18,7 @@ from meshwright.training.run import (
     read_metrics,
     run_status,
 )
-from meshwright.training.run.page import EVERY_S, SHARE
+from meshwright.training.run.page import EVERY_S, SHARE, run_page
 from meshwright.training.run.status import QUIET_S
 
 
@@ -63,6 +63,9 @@ def test_a_run_of_an_earlier_version_is_stopped_where_its_last_step_is_saved_els
 ) -> None:
     (made(tmp_path, 4) / "run.json").write_text('{"model": "tiny"}')
     assert state(tmp_path) == "unknown"
+    (tmp_path / "run.json").write_text("5")  # what is no object names no version
+    assert state(tmp_path) == "unknown"
+    assert "unknown" in run_page(tmp_path)
     (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
     assert state(tmp_path) == "unknown"
     (tmp_path / "checkpoints" / "step-00000004").mkdir()

@@ -51,7 +51,7 @@ def run_page(
 ) -> str:
     """The page's HTML; it needs nothing from outside. A served one asks its server for news."""
     metrics = read_metrics(folder)
-    about = dict(read_json(folder / "run.json") or {} if about is None else about)
+    about = dict(read_json(folder / "run.json") if about is None else about)
     config = read_json(folder / "config.json") if config is None else config
     status = run_status(folder, metrics)
     data = {
@@ -82,7 +82,7 @@ def run_page(
         ],
         loads=data["loads"] is not None,
         unreadable=metrics.unreadable,
-        config=None if config is None else json.dumps(config, indent=2, default=str),
+        config=json.dumps(config, indent=2, default=str) if config else None,
     )
 
 

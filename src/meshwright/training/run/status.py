@@ -39,8 +39,7 @@ class RunStatus:
 def run_status(folder: Path, metrics: Metrics) -> RunStatus:
     """The state of the run in a folder, given its metrics."""
     step = max((record["step"] for record in metrics.records), default=0)
-    config = read_json(folder / "config.json")
-    steps = config.get("steps") if isinstance(config, dict) else None
+    steps = read_json(folder / "config.json").get("steps")
     steps = steps if isinstance(steps, int) else None
     events = [event for event in metrics.events if event["event"] in (RESUMED, ENDED)]
     newest = max((record.get("time", 0.0) for record in metrics.records), default=0.0)
@@ -52,7 +51,7 @@ def run_status(folder: Path, metrics: Metrics) -> RunStatus:
         return RunStatus("running", step, steps)
     if steps is not None and step >= steps:
         return RunStatus("finished", step, steps)
-    if "version" in (read_json(folder / "run.json") or {}):
+    if "version" in read_json(folder / "run.json"):
         return RunStatus("failed", step, steps, NO_END)
     if step and step in folders.complete_steps(folder / "checkpoints"):
         return RunStatus("stopped", step, steps, f"{EARLIER}; its last step is saved")
@@ -78,11 +77,12 @@ def _has_process(folder: Path) -> bool:
     return True
 
 
-def read_json(file: Path) -> Any | None:
-    """What a file of the run's folder holds; None where it is not there."""
+def read_json(file: Path) -> dict[str, Any]:
+    """What a file of the run's folder holds; nothing where it is not there, or is no object."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return data if isinstance(data, dict) else {}
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError) as reason:
         raise MeshwrightError(f"{str(file)!r} cannot be read: {reason}") from None
