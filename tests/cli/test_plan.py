@@ -260,7 +260,8 @@ def test_a_batch_and_a_length_that_are_not_given_are_chosen_as_in_a_comparison(
     several = capsys.readouterr()
     config = json.loads(one.out)["config"]
     assert config["seq"] == 8192
-    assert f"--batch {config['batch']} and --seq 8192" in one.err
+    law = "(by a scaling law: --batch auto)"
+    assert f"--batch {config['batch']} {law} and --seq 8192" in one.err
     assert one.err == several.err
 
 

@@ -252,9 +252,9 @@ def _config(
         batch = batch_for(workload, None if run is None else run.tokens)
         config = dataclasses.replace(config, batch=batch)
     if missing and kind == "train":
-        chosen = " and ".join(f"--{name} {getattr(config, name)}" for name in missing)
-        law = " (by a scaling law: --batch auto)" if "batch" in missing else ""
-        print(f"note: not given, so chosen: {chosen}{law}", file=sys.stderr)
+        how = {"batch": " (by a scaling law: --batch auto)"}
+        chosen = [f"--{name} {getattr(config, name)}{how.get(name, '')}" for name in missing]
+        print(f"note: not given, so chosen: {' and '.join(chosen)}", file=sys.stderr)
     return config, named | {"batch", "seq"}
 
 
