@@ -224,10 +224,10 @@ class HeldPath:
 def not_a_model(folder: Path) -> str:
     """What a folder without a config.json is, where that shows, and what to give instead of it."""
     if (folder / "tokens.bin").is_file():
-        return "it is a token store, which --data takes; give a model"
+        return "the folder is a token store, which --data takes; give a model"
     if runs := sorted(path.parent for path in folder.glob("*/checkpoints")):
-        return f"it holds runs; give one, such as {runs[0]}"
+        return f"the folder holds runs; give one, such as {runs[0]}"
     above = next((up for up in folder.resolve().parents if (up / "checkpoints").is_dir()), None)
     if above is not None:
-        return f"the run it is part of is {above}"
+        return f"the folder is part of the run {above}; give that"
     return "give the folder of a run (meshwright train --run FOLDER) or of a Hugging Face model"

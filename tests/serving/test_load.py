@@ -136,7 +136,9 @@ def test_what_is_missing_or_wrong_in_a_run_is_said(run: Path, tmp_path: Path) ->
 
     refused("nowhere does not exist", path=tmp_path / "nowhere")
     refused("holds no config.json", path=tmp_path)
-    refused("holds no config.json", f"the run it is part of is {run}", path=run / "checkpoints")
+    refused(
+        "holds no config.json", f"the folder is part of the run {run}", path=run / "checkpoints"
+    )
     refused("no checkpoint of step 15", "10, 20", step=15)
     refused("tokenizer 'gpt'", tokenizer="gpt")
     (run / "tokenizer_state.json").write_text('{"kind": "words"}')
