@@ -105,14 +105,14 @@ def nearest_multiples(size: int, factor: int) -> str:
     return f"{below} or {below + factor}" if below else f"{factor}"
 
 
-_PLURALS = {"axis": "axes", "copy": "copies", "micro-batch": "micro-batches"}
-
-
 def nearest_sizes_text(given: int, fits: Iterable[int]) -> str:
     """Of sizes that fit, the three that are nearest to the one that is given: `"2, 4 or 8"`."""
     found = sorted(sorted(fits, key=lambda size: abs(math.log(size / given)))[:3])
     *most, last = map(str, found)
     return f"{', '.join(most)} or {last}" if most else last
+
+
+_PLURALS = {"axis": "axes", "copy": "copies", "micro-batch": "micro-batches"}
 
 
 def count(number: int, noun: str) -> str:
