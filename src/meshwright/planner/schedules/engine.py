@@ -119,21 +119,25 @@ def _served_weights(step: StepModel) -> Number:
     used = device.used
     if step.choice.weights is None:
         return used * step.layers_and_tables + device.float32 * step.vectors
-    quantized, outputs, whole = step.layers, number(0), number(0)
+    quantized, outputs = step.layers, number(0)
+    whole: Number = 0
     for stack in device.sizes.stacks:
         matrices = stack.of_kind("matrix")
         of_all = sum(one.outputs for one in matrices if one.adds_to_residual or one.whole)
         split = sum(matrix.outputs for matrix in matrices) - of_all
         layers = number(stack.layers, "layers")
         outputs = outputs + layers * (number(split) / device.tp + number(of_all))
+        if stack.experts is None:
+            continue
         whole = whole + layers * number(_router_weights(stack)) / device.ep
+        quantized = step.layers - whole
         if step.machine.is_tpu:
             whole = whole + layers * number(stack.expert_weights) / (device.tp * device.ep)
+            quantized = step.layers - whole
             continue
         for expert in stack.of_kind("expert"):
             ways = device.ep if expert.adds_to_residual else device.ep * device.tp
             outputs = outputs + layers * number(expert.outputs) / ways
-    quantized = quantized - whole
     if not device.sizes.is_tied:
         quantized, outputs = quantized + device.table, outputs + device.vocab / device.tp
     unquantized = used * (whole + device.table) + device.float32 * (step.vectors + outputs)
