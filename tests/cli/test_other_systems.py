@@ -159,6 +159,14 @@ def test_no_flag_of_this_system_is_taken_for_one_of_another() -> None:
         ),
         ("--load_llama_config=7b --mesh_dim 1,-1,4,1", "lwm-7b --mesh dp=1,fsdp=-1,tp=4,sp=1"),
         ("--load_llama_config debug --steps 3", "tiny --steps 3"),
+        (
+            "--load_llama_config=7b --mesh_dim=1,-1,1 --load_checkpoint=params::/x",
+            "llama-2-7b --init-from /x --mesh dp=1,fsdp=-1,tp=1",
+        ),
+        (
+            "tiny per_device_batch_size=2 --mesh fsdp=4,tp=2",
+            "tiny --batch 16 --mesh fsdp=4,tp=2",
+        ),
         ("tiny --batch_size_per_rank 7 --mesh dp=4,tp=2", "tiny --batch 28 --mesh dp=4,tp=2"),
         (
             "tiny --per_device_train_batch_size 7 --mesh dp=2,fsdp=2,tp=2 --accumulation 2",

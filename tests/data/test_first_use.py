@@ -82,3 +82,11 @@ def test_a_file_that_is_not_there_is_called_a_file(tmp_path: Path) -> None:
         open_or_pack(str(tmp_path / "chat.jsonl"))
     with pytest.raises(MeshwrightError, match=r"token store '.*chat.store' does not exist"):
         open_or_pack(str(tmp_path / "chat.store"))
+
+
+def test_conversations_without_a_template_are_told_the_whole_command(tmp_path: Path) -> None:
+    file = tmp_path / "chat.jsonl"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(MeshwrightError, match=r"--out chat\.store --chat-template chatml$"):
+        open_or_pack(str(file))

@@ -245,7 +245,7 @@ EXPERTS = [
     # all devices with the experts' dim among them, inputs of layers in the host's memory. A plan all-
     # gathers every expert of a layer then, which does not fit; with ep it does
     (2425.75, "deepseek-v3", "7x:4x4x8", 2048, 4096, "fsdp=32,ep=8,tp=1,sp=1", {}, (1.0, 1.2)),
-    (4245.89, "qwen3-235b-a22b", "7x:4x8x8", 8192, 4096, "fsdp=512", {}, (1.4, 1.8)),
+    (4245.89, "qwen3-235b-a22b", "7x:4x8x8", 8192, 4096, "fsdp=512", {}, (1.2, 1.45)),
     # MaxText on v5p, tpu-recipes training/v5p/DeepSeek3-671B-MaxText: 25,165,824 tokens a step,
     # which are 6 sequences of 8,192 a chip
     (542.1, "deepseek-v3", "v5p:8x8x8", 3072, 8192, "fsdp=64,ep=8,tp=1,sp=1", {}, (1.1, 1.4)),

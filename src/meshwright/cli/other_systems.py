@@ -162,10 +162,12 @@ def check_flags(command: str, words: Sequence[str]) -> None:
         if name in _PER_RANK:
             ours += ["--batch", _global_batch(words, value, written[0])]
         elif name == "load_llama_config":  # EasyLM's and LWM's, where it takes a size
-            ours.insert(0, "tiny" if value == "debug" else f"lwm-{value}")
+            family = "llama-2" if _is_easylms(words) else "lwm"
+            ours.insert(0, "tiny" if value == "debug" else f"{family}-{value}")
         elif name == "num_partitions" and "." in written[0]:
             ours += ["--num-partitions", value]
         elif name in _RENAMED:
+            value = value.rpartition("::")[2]  # EasyLM's params::FOLDER
             ours += [_own_flag(command, _RENAMED[name], written[0]), value]
         elif name in _SWITCHES or name == "sequence_parallel":
             if value.lower() == "false":
@@ -194,6 +196,13 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     )
 
 
+def _is_easylms(words: Sequence[str]) -> bool:
+    """Whether the mesh has three sizes, as EasyLM's; LWM's has four."""
+    return any(
+        name == "mesh_dim" and value.count(",") == 2 for name, value, _ in _flags(words, _KNOWN)
+    )
+
+
 def _global_batch(words: Sequence[str], value: str, flag: str) -> str:
     """The batch over all data ranks, if the command says how many there are."""
     rest = list(words)
@@ -208,7 +217,11 @@ def _global_batch(words: Sequence[str], value: str, flag: str) -> str:
             "fsdp of the mesh) x micro-batches (--accumulation); with a --mesh whose sizes are all "
             "given, the command is written for you"
         )
-    ranks = math.prod(size for axis, size in spec.axes if axis in ("dp", "fsdp", "ep"))
+    # MaxText counts every device, others those that have sequences of their own
+    of_maxtext = flag.startswith("per_device_batch_size=")
+    ranks = math.prod(
+        size for axis, size in spec.axes if of_maxtext or axis in ("dp", "fsdp", "ep")
+    )
     return str(ranks * math.prod(map(int, factors)))
 
 

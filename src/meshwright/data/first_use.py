@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.data.examples import Encoding
-from meshwright.data.packing import Packed, pack
+from meshwright.data.packing import NoTemplateError, Packed, pack
 from meshwright.data.readers import Reading, find_files, kind_of
 from meshwright.data.splits import TO_TRAIN
 from meshwright.data.store import TokenStore
@@ -73,10 +73,11 @@ def _pack(source: str, store: Path, tokenizer: Tokenizer, encoding: Encoding) ->
         return pack([source], store, tokenizer, reading, encoding)
     except MeshwrightError as mistake:
         name = Path(source.partition("@")[0]).stem
+        template = " --chat-template chatml" if isinstance(mistake, NoTemplateError) else ""
         raise MeshwrightError(
             f"{sentence(str(mistake))} '{source}' is packed on first use; to train with "
             f"--data {name}.store, pack it with other settings: meshwright data pack "
-            f"{source} --out {name}.store"
+            f"{source} --out {name}.store{template}"
         ) from None
 
 

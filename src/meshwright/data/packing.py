@@ -56,6 +56,10 @@ PLAIN_ENCODING = Encoding()
 Document = TypeVar("Document")
 
 
+class NoTemplateError(MeshwrightError):
+    """Conversations, and no chat template."""
+
+
 @dataclass(frozen=True)
 class Packed:
     """The result of packing."""
@@ -164,7 +168,7 @@ def formats_of(files: Sequence[Path], reading: Reading, encoding: Encoding) -> d
         )
     conversations = [file for file, name in formats.items() if name in CONVERSATIONS]
     if conversations and encoding.template is None:
-        raise MeshwrightError(
+        raise NoTemplateError(
             f"'{conversations[0]}' holds conversations ({formats[conversations[0]]}), and the "
             "tokenizer has no chat template; give one with --chat-template FILE, or the built-in "
             "--chat-template chatml"

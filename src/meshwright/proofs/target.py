@@ -48,6 +48,11 @@ def check_extra(machine: Machine) -> None:
         check_simulated(machine.num_devices, given=f"machine '{machine}'")
     if kind == "tpu" and importlib.util.find_spec("libtpu") is None:
         _missing(machine, "the TPU compiler (libtpu)", "tpu")
+    if machine.chip.device_kinds[0].startswith("AMD"):
+        raise MeshwrightError(
+            f"'{machine}' cannot be proved: jax has no compiler for AMD GPUs that runs without "
+            f"one; meshwright plan MODEL --on {machine} estimates it"
+        )
     if kind == "gpu" and not _gpu_plugins():
         _missing(machine, "the GPU compiler (jax's CUDA plugin)", "cuda")
 

@@ -78,6 +78,7 @@ def weights_folder(config: TrainConfig) -> Path | None:
         return folder
     if not config.lora.rank:
         return None
+    model_config(config.model)  # says what else the folder is
     raise MeshwrightError(
         "LoRA adapts weights that are trained, and no folder of weights is named: give one as the "
         "model, meshwright train FOLDER, or with --init-from FOLDER"
