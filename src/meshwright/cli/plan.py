@@ -4,7 +4,8 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -20,8 +21,8 @@ from meshwright.cli.flags import (
 )
 from meshwright.errors import MeshwrightError
 from meshwright.lazy import without_collector
-from meshwright.machines import Catalogue, Machine, read_catalogue
-from meshwright.present import write_page
+from meshwright.machines import Catalogue, Chip, Machine, read_catalogue
+from meshwright.present import count, write_page
 
 if TYPE_CHECKING:
     from meshwright.planner import Comparison, Plan, Run, Size
@@ -88,6 +89,7 @@ many replicas of which machine serve a load, how long clients wait, and what it 
 meshwright train --help lists the settings."""
 
 _OF_LOADS = ("--prompt", "--output", "--first-token", "--per-token", "--percentile")
+_EVERY_S = 4.0  # between two lines of what is done
 _NOT_OF_LOADS = (
     "--seq", "--rank-by", "--cost-per-hour", "--tokens", "--within", "--budget", "--like",
     "--imbalance", "--batch-tokens", "--engine.max-adapters", "--engine.max-adapter-rank",
@@ -343,8 +345,9 @@ def _serve_load(
     asked = {name: wait for name, wait in waits.items() if wait is not None}
     load = Load(requests, sizes["prompt"] or 1, sizes["output"] or 1, **asked)
     limits = constraints_of(config, named, mesh)
+    machines = machines_named(names, catalogue)
     offers = deployments(
-        config, machines_named(names, catalogue), load, limits, catalogue=catalogue,
+        config, _with_progress(machines), load, limits, catalogue=catalogue,
         batches=None if batch is None else (batch,), weights=weights, cache=cache,
     )  # fmt: skip
     if as_json:
@@ -352,6 +355,19 @@ def _serve_load(
         return
     console = Console()
     console.print(load_report(offers, console.width, top=top))
+
+
+def _with_progress(machines: Sequence[Machine | Chip]) -> Iterator[Machine | Chip]:
+    """The machines; on a terminal a line every few seconds, as the load is simulated for each."""
+    said = time.monotonic()
+    for done, machine in enumerate(machines):
+        if done and sys.stderr.isatty() and time.monotonic() - said > _EVERY_S:
+            said = time.monotonic()
+            print(
+                f"simulated the load on {done} of {count(len(machines), 'machine')}",
+                file=sys.stderr,
+            )
+        yield machine
 
 
 def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:

@@ -149,7 +149,7 @@ class Deployments:
 @without_collector()
 def deployments(
     config: TrainConfig,
-    machines: Sequence[Machine | Chip],
+    machines: Iterable[Machine | Chip],
     load: Load,
     limits: Constraints | None = None,
     *,
