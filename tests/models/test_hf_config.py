@@ -319,6 +319,10 @@ def test_what_is_not_honoured_is_an_error(fields: dict[str, Any], message: str) 
         read(**fields)
 
 
+def test_a_window_that_is_switched_off_is_none() -> None:
+    assert read(sliding_window=16, use_sliding_window=False) == read()
+
+
 def test_families_other_than_llama_must_say_their_key_heads() -> None:
     silent = {k: v for k, v in (SIZES | QWEN2).items() if k != "num_key_value_heads"}
     with pytest.raises(MeshwrightError, match="num_key_value_heads is missing"):

@@ -25,12 +25,12 @@ EXPERTS: dict[str, dict[str, Any]] = {
 
 
 def tiny(kind: str, tied: bool = False, **changes: Any) -> Any:
-    """A model with random weights, the same in every process."""
+    """A model with random weights, the same in every process, of the sizes that it has."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        kind, **SIZES | EXPERTS.get(kind, {}) | {"tie_word_embeddings": tied} | changes
-    )
+    sizes = SIZES | EXPERTS.get(kind, {}) | {"tie_word_embeddings": tied} | changes
+    known = AutoConfig.for_model(kind)
+    config = AutoConfig.for_model(kind, **{k: v for k, v in sizes.items() if hasattr(known, k)})
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config)
 

@@ -127,7 +127,7 @@ def no_window(architecture: str) -> Part:
 
     def read(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
         asked = fields.get("sliding_window")
-        if asked is not None or flag(fields, "use_sliding_window", where, False):
+        if flag(fields, "use_sliding_window", where, asked is not None):
             raise MeshwrightError(
                 f"{where}: sliding_window={short(asked)} is not honoured: {architecture} has none; "
                 "MistralForCausalLM has"
