@@ -85,13 +85,15 @@ def test_the_experts_with_the_highest_scores_are_chosen(softmax: bool, biased: b
     bias = rng.normal(size=60).astype(np.float32) if biased else np.zeros(60, np.float32)
     chosen, weights = top_experts(
         jnp.asarray(logits), jnp.asarray(bias) if biased else None, 6,
-        softmax=softmax, normalized=True, scale=2.5, interpret=True,
+        softmax=softmax, normalized=True, scale=2.5, padding=jnp.arange(7) == 5, interpret=True,
     )  # fmt: skip
     scores = 1 / (1 + np.exp(-logits))
     if softmax:
         scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     best = np.argsort(-(scores + bias), axis=1, kind="stable")[:, :6]
-    np.testing.assert_array_equal(chosen, best)
+    np.testing.assert_array_equal(chosen[5], 60)  # none
+    is_token = np.arange(7) != 5
+    np.testing.assert_array_equal(chosen[is_token], best[is_token])
     of_best = np.take_along_axis(scores, best, axis=1)
     expected = 2.5 * of_best / of_best.sum(axis=1, keepdims=True)
     np.testing.assert_allclose(weights, expected, rtol=1e-5)

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from meshwright.ops.attention import PagedTokens, paged_attention
+from meshwright.ops.attention import PagedTokens, page_size_of, paged_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,11 @@ class PagedCache:
     def positions(self) -> jax.Array:
         """Of the new tokens, [1, tokens]."""
         return self.tokens.all_positions()[None]
+
+    def padding(self) -> jax.Array:
+        """Which of the new tokens are nobody's, [1, tokens]: they are written to page 0."""
+        pages, _ = self.tokens.slots(page_size_of(self.layers[0]))
+        return pages[None] == 0
 
     def attend(
         self,

@@ -52,12 +52,14 @@ def top_experts(
     softmax: bool,
     normalized: bool,
     scale: float,
+    padding: jax.Array | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts with the highest scores, and these [tokens, per_token], of logits in float32.
 
     The scores of all are a softmax of the logits, or each its sigmoid. With a bias [experts] they
-    are ranked by their sum with it.
+    are ranked by their sum with it. Tokens where `padding` is not 0 choose expert `experts`, which
+    is none.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -66,9 +68,11 @@ def top_experts(
     of_token = pl.BlockSpec((None, _padded(experts)), lambda t: (t, 0))
     out = pl.BlockSpec((None, _padded(per_token)), lambda t: (t, 0))
     biases = [] if bias is None else [bias.astype(jnp.float32)]
+    of_nobody = [] if padding is None else [padding.astype(jnp.int32)]
 
     def kernel(logit_ref: Any, *refs: Any) -> None:
-        *bias_ref, chosen_ref, weight_ref = refs
+        bias_ref, padding_ref = refs[: len(biases)], refs[len(biases) : -2]
+        chosen_ref, weight_ref = refs[-2:]
         numbers, columns = jnp.arange(_padded(experts)), jnp.arange(_padded(per_token))
         inside = numbers < experts
         logit = triton.load(logit_ref.at[...], mask=inside, other=-jnp.inf)
@@ -90,11 +94,13 @@ def top_experts(
             weights = jnp.where(columns == place, score, weights)
         if normalized:
             weights = weights / (jnp.sum(weights, axis=0) + 1e-20)
+        if padding_ref:
+            chosen = jnp.where(padding_ref[0][()] != 0, experts, chosen)
         kept = columns < per_token
         triton.store(chosen_ref.at[...], chosen, mask=kept)
         triton.store(weight_ref.at[...], weights * scale, mask=kept)
 
-    def run(logits: jax.Array, *biases: jax.Array) -> Any:
+    def run(logits: jax.Array, *more: jax.Array) -> Any:
         shape = tokens, per_token
         return pl.pallas_call(
             kernel,
@@ -102,6 +108,7 @@ def top_experts(
             in_specs=[
                 of_token,
                 *(pl.BlockSpec((_padded(experts),), lambda t: (0,)) for _ in biases),
+                *(pl.BlockSpec((None,), lambda t: (t,)) for _ in of_nobody),
             ],
             out_specs=[out, out],
             out_shape=[
@@ -111,11 +118,11 @@ def top_experts(
             compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="top_experts",
-        )(logits, *biases)
+        )(logits, *more)
 
     with warnings.catch_warnings():  # that this backend will be removed
         warnings.simplefilter("ignore", DeprecationWarning)
-        chosen, weights = untyped(run, logits, *biases)
+        chosen, weights = untyped(run, logits, *biases, *of_nobody)
     return chosen, weights
 
 

@@ -150,11 +150,6 @@ class StepInputs:
         flat = np.zeros(sum(int(np.prod(each)) for each in shapes.values()), np.int32)
         return cls._views(flat, shapes), flat
 
-    def of_decode(self) -> tuple[Any, ...]:
-        """The arrays whose first dim is that of sequences in decode."""
-        of_encoder = self.encoder_tables, self.encoder_lengths
-        return self.slots, self.tokens, self.positions, self.tables, *of_encoder, self.adapters
-
     @classmethod
     def unpack(cls, flat: jax.Array, shape: Shape, widths: Widths) -> "StepInputs":
         return cls._views(flat, cls.shapes(shape, widths))

@@ -49,9 +49,6 @@ class StepPlanner:
             if self._encodes_prompts:
                 inputs.encoder_tables[part] = self._encoder_tables[inputs.slots[part]]
                 inputs.encoder_lengths[part] = [len(each.encoder_tokens) for each in step.decode]
-            for array in inputs.of_decode():
-                # the rest repeats the first sequence, and so chooses no experts but its own
-                array[len(step.decode) :] = array[:1]
             sampled += enumerate(step.decode)
         for index, chunk in enumerate(step.chunks):
             sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.count

@@ -172,9 +172,12 @@ def test_a_kernel_that_cannot_is_refused_with_a_reason() -> None:
         choose_paged(PagedCall("tpu", "bfloat16", 128, None), "ragd")
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_cudnn_reads_pages_for_decode(first: bool) -> None:
-    """Lowered for an NVIDIA GPU, not run: one call for decode, one for chunks, one for the past."""
+@pytest.mark.parametrize(("many", "first"), [(32, True), (32, False), (16, True)])
+def test_cudnn_reads_pages_for_decode(many: int, first: bool) -> None:
+    """Lowered for an NVIDIA GPU, not run: one call for decode, one for chunks, one for the past.
+
+    Few sequences are decoded by Triton.
+    """
     mesh = jax.make_mesh((2,), ("tp",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
 
     def array(*shape: int, dtype: Any = jnp.bfloat16, spec: Any = ()) -> jax.ShapeDtypeStruct:
@@ -183,17 +186,19 @@ def test_cudnn_reads_pages_for_decode(first: bool) -> None:
     by_head = P(None, None, "tp", None)
     whole = jnp.int32
     where = PagedTokens(
-        array(4, 8, dtype=whole), array(4, dtype=whole), array(2, 8, dtype=whole),
+        array(many, 8, dtype=whole), array(many, dtype=whole), array(2, 8, dtype=whole),
         array(2, dtype=whole), array(2, dtype=whole), 128, first, "cudnn",
     )  # fmt: skip
-    q, k = (array(1, 260, heads, 128, spec=by_head) for heads in (8, 2))
+    q, k = (array(1, many + 256, heads, 128, spec=by_head) for heads in (8, 2))
     pool = array(*pool_shape("cudnn", 100, 64, 2, 128), spec=by_head)
     with jax.set_mesh(mesh):
         traced = jax.jit(paged_attention).trace(q, k, k, pool, where)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     calls = re.findall(r"custom_call @__cudnn\$fmhaSoftmax.*", text)
-    assert len(calls) == (2 if first else 3)
-    assert sum("\\22is_paged_attention\\22: true" in call for call in calls) == 1
+    of_decode = int(many > 16)
+    assert len(calls) == of_decode + (1 if first else 2)
+    assert sum("\\22is_paged_attention\\22: true" in call for call in calls) == of_decode
+    assert ("paged_decode" in text) == (not of_decode)
     assert "tensor<200x64x1x128xbf16>" in text  # the pool itself, with a head per device
 
 
@@ -266,9 +271,10 @@ def test_ragged_counts_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
-def test_triton_is_one_call_to_write_and_one_to_attend_on_a_mesh(dtype: Any) -> None:
+def test_triton_is_a_call_to_write_and_two_to_attend_on_a_mesh(dtype: Any) -> None:
     calls = re.findall(r"name=(\w+)", str(traced("triton", dtype).jaxpr))
-    assert [name for name in calls if "page" in name] == ["write_pages", "paged_decode"]
+    named = [name for name in calls if "page" in name]
+    assert named == ["write_pages", "paged_decode", "paged_decode_merged"]
 
 
 @pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (3, 24)])  # and no powers of two

@@ -67,11 +67,12 @@ def mixture(
     kind: MlpKind,
     experts: ExpertsKind,
     compute: Compute,
-    serving: bool = False,
+    padding: jax.Array | None = None,
 ) -> tuple[jax.Array, RouterSums]:
     """What the experts add to the residual stream, of what `norm_before` gives.
 
-    With `serving`, nothing is differentiated.
+    An engine's step gives `padding` [batch, length], the tokens that are nobody's: for them no
+    expert need be read. Nothing of it is differentiated.
     """
     layouts = compute.layouts
     over, target = layouts.axes(layouts.mlp), layouts.residual
@@ -88,7 +89,9 @@ def mixture(
     most = expert_capacity(compute.capacity, normed.shape[1], experts.per_token, experts.count)
     # the kernels for few tokens are without factors
     is_adapted = any(isinstance(w[name], Adapted) for name in _MATRICES if name in w)
-    serving = serving and not is_adapted
+    serving = padding is not None and not is_adapted
+    if serving:
+        arrays["padding"] = reshard(padding, P(batch, length))
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:
         x = arrays["x"]
@@ -97,7 +100,10 @@ def mixture(
             name: array if name in _ROUTER_BIASES else varying_like(array, x)
             for name, array in arrays.items()
         }
-        few = serving and few_tokens_unavailable(x.size // x.shape[-1], compute.dtype) is None
+        own, *sizes = arrays["down"].shape
+        count = math.prod((*x.shape[:2], *(lax.axis_size(axis) for axis in along_tp)))
+        few = serving and few_tokens_unavailable(count, compute.dtype, *sizes) is None
+        few &= exchange is None and not summed
         chosen, weights, sums = _route(arrays, experts, summed, few)
         if compute.capacity:
             full = over_capacity(chosen.reshape(*x.shape[:2], -1), most).reshape(chosen.shape)
@@ -109,10 +115,7 @@ def mixture(
             for array in (x, chosen, weights)
         ]
         flat, chosen, weights = (array.reshape(-1, array.shape[-1]) for array in tokens)
-
-        own, *sizes = arrays["down"].shape
-        few &= few_tokens_unavailable(flat.shape[0], compute.dtype, *sizes) is None
-        if few and exchange is None and not summed:
+        if few:
             first = lax.axis_index(split) * own if split else 0
             y = _few_tokens(flat, chosen - first, weights, arrays, kind, over)
             return reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target), sums
@@ -181,10 +184,13 @@ def _route(
         chosen, weights = top_experts(
             logits, bias, experts.per_token, softmax=experts.scores == "softmax",
             normalized=experts.normalized, scale=experts.scale,
+            padding=arrays["padding"].reshape(-1),
         )  # fmt: skip
         scores = jnp.zeros_like(logits)  # nobody asks for them
     else:
         chosen, weights, scores = choose(logits, experts, bias)
+        if few:
+            chosen = jnp.where(arrays["padding"].reshape(-1, 1), experts.count, chosen)
     times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
     squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
     return chosen, weights, RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])

@@ -27,7 +27,7 @@ from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.experts import with_router_losses
 from meshwright.models.decoder.kinds import LayerKind
-from meshwright.models.decoder.layer import run_layer
+from meshwright.models.decoder.layer import TokenContext, run_layer
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
 from meshwright.models.lora import adapted_layers, token_noise
 from meshwright.models.loss import (
@@ -133,9 +133,9 @@ def _forward(
     table = all_gather(weight, layouts.weight_axes, table=True)
     x = embed(table, placed(tokens), layouts.residual)
     if isinstance(state, PagedCache):
-        positions, pools = state.positions(), state.layers
+        positions, pools, padding = state.positions(), state.layers, state.padding()
     else:
-        positions, pools = batch.get("positions", in_order), None
+        positions, pools, padding = batch.get("positions", in_order), None, None
     if config.embedding_scale != 1:
         x = x * config.embedding_scale
     if config.learned_positions:
@@ -158,7 +158,8 @@ def _forward(
             return mixed, None if state is None else (sequences.restored(k), sequences.restored(v))
 
         rope = rotations[kind.attention.rope, kind.attention.rotated_dim]
-        return functools.partial(run_layer, kind=kind, attend=attend, rope=rope, compute=compute)
+        of_tokens = TokenContext(attend, rope, padding)
+        return functools.partial(run_layer, kind=kind, context=of_tokens, compute=compute)
 
     noise = token_noise(batch, tokens)
     noise = None if noise is None else placed(noise)

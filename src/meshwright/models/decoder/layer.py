@@ -1,5 +1,6 @@
 """One layer of a decoder, by its kind: attention and an MLP that add to the residual stream."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,15 @@ from meshwright.models.decoder.kinds import LayerKind
 from meshwright.models.decoder.latent import latent_heads
 from meshwright.ops import add_bias, all_gather, normalize
 
-# queries, keys, values, the sinks or None, the layer's state → the mix of values, the next state
-Attend = Callable[..., tuple[jax.Array, Any]]
+
+@dataclasses.dataclass(frozen=True)
+class TokenContext:
+    """What a layer knows of its tokens besides their vectors."""
+
+    # queries, keys, values, the sinks or None, the layer's state → the mix of values, its state
+    attend: Callable[..., tuple[jax.Array, Any]]
+    rope: Callable[[jax.Array], jax.Array]  # rotates queries or keys by their positions
+    padding: jax.Array | None = None  # [batch, length]: of an engine's step, which are nobody's
 
 
 def run_layer(
@@ -35,8 +43,7 @@ def run_layer(
     state: Any,
     *,
     kind: LayerKind,
-    attend: Attend,
-    rope: Callable[[jax.Array], jax.Array],
+    context: TokenContext,
     compute: Compute,
 ) -> tuple[jax.Array, jax.Array, Any]:
     """The residual stream after one layer but for the last update, that update, and what it keeps.
@@ -48,10 +55,10 @@ def run_layer(
         x, normed = enter(x, update, own, kind.norm, "input", compute)
         if kind.attention.kv_rank is None:
             inputs = all_gather(normed, layouts.all_gathered(layouts.heads))
-            q, k, v = _heads(inputs, own, rope, kind, compute)
+            q, k, v = _heads(inputs, own, context.rope, kind, compute)
         else:
-            q, k, v = latent_heads(normed, own, rope, kind, compute)
-        mixed, state = attend(q, k, v, own.get("sinks"), state)
+            q, k, v = latent_heads(normed, own, context.rope, kind, compute)
+        mixed, state = context.attend(q, k, v, own.get("sinks"), state)
         mixed = mixed[..., : kind.attention.values_dim]
         update = attention_output(mixed, own, compute)
         if kind.attention.output_bias:
@@ -60,20 +67,20 @@ def run_layer(
     with jax.named_scope("mlp"):
         if not kind.parallel:
             x, normed = enter(x, update, of_mlp, kind.norm, "middle", compute)
-            added, sums = _mlp(normed, of_mlp, kind, compute, serving=state is not None)
+            added, sums = _mlp(normed, of_mlp, kind, compute, context.padding)
             return x, added, sums if state is None else state
         normed = normed if kind.shared_norm else norm_before(x, of_mlp, kind.norm)
-        added, sums = _mlp(normed, of_mlp, kind, compute, serving=state is not None)
+        added, sums = _mlp(normed, of_mlp, kind, compute, context.padding)
         return x, update + added, sums if state is None else state
 
 
 def _mlp(
-    normed: jax.Array, w: Params, kind: LayerKind, compute: Compute, serving: bool
+    normed: jax.Array, w: Params, kind: LayerKind, compute: Compute, padding: jax.Array | None
 ) -> tuple[jax.Array, RouterSums | None]:
     """What the mlp or the experts add, and what their router did."""
     sums = None
     if kind.experts.count:
-        added, sums = mixture(normed, w, kind.mlp, kind.experts, compute, serving)
+        added, sums = mixture(normed, w, kind.mlp, kind.experts, compute, padding)
     else:
         added = feed_forward(normed, w, compute, kind.mlp.activation, kind.mlp.clamp)
     return _scaled(norm_after(added, w, kind.norm), kind), sums

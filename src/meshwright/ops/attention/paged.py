@@ -15,6 +15,8 @@ kernels.py:
 | triton | NVIDIA | as cudnn, also windows, sinks, 8-bit pages; head_dim and page size 16 to 128 |
 | ragged | TPU | head_dim a multiple of 128, no bias, no sinks, no 8-bit pages |
 | plain | all | none; it copies the pages of each sequence |
+
+Where cudnn is chosen, up to 16 sequences are decoded by triton, which is faster then.
 """
 
 import dataclasses
@@ -37,6 +39,7 @@ _log = logging.getLogger("meshwright")
 Pool = jax.Array
 Slots = tuple[jax.Array, jax.Array]
 """The pages of tokens, and their places in them."""
+_FEW_SEQUENCES = 16  # of more, cuDNN's decode is as fast as Triton's
 CACHE_DTYPES = {"fp8": jnp.dtype(jnp.float8_e4m3fn)}
 
 
@@ -385,6 +388,9 @@ def _on_gpu(
 
 
 def _cudnn_decode(q: jax.Array, pool: Pool, tokens: PagedTokens, window: int | None) -> jax.Array:
+    """By Triton where sequences are few, of which cuDNN's kernels take most of their time alone."""
+    if q.shape[0] <= _FEW_SEQUENCES and _not_for_triton(q.shape[2], page_size_of(pool)) is None:
+        return _triton_decode(q, pool, tokens, window)
     pages = fused.Inputs(
         q[:, None], pool, pool,
         counts=(jnp.ones_like(tokens.positions), tokens.positions + 1),
@@ -512,11 +518,17 @@ def _triton_refuses(call: PagedCall) -> str | None:
         return "it adds no bias to scores over pages"
     if call.softcapped:
         return "it does not cap scores"
-    if call.head_dim not in (16, 32, 64, 128):
-        return f"head_dim {call.head_dim} is not 16, 32, 64 or 128"
-    if call.page_size not in (16, 32, 64, 128):
-        return f"pages have {call.page_size} tokens, not 16, 32, 64 or 128"
-    return fused.refuses(call.platform, call.dtype, call.head_dim) or paged_triton.unavailable()
+    refused = fused.refuses(call.platform, call.dtype, call.head_dim)
+    return refused or _not_for_triton(call.head_dim, call.page_size)
+
+
+def _not_for_triton(head_dim: int, page_size: int) -> str | None:
+    sizes = (16, 32, 64, 128)
+    if head_dim not in sizes:
+        return f"head_dim {head_dim} is not 16, 32, 64 or 128"
+    if page_size not in sizes:
+        return f"pages have {page_size} tokens, not 16, 32, 64 or 128"
+    return paged_triton.unavailable()
 
 
 def _ragged_refuses(call: PagedCall) -> str | None:

@@ -3,7 +3,8 @@
 cuDNN reads pages in the dtype of the queries only, and without a sliding window. Here a program
 reads the pages of one sequence and one key head once, and serves all queries that share the head.
 Pages of 8 bits are converted to float16 in registers, which is one instruction for two numbers (to
-bfloat16 it is several). A long sequence is split over several programs, whose outputs are merged.
+bfloat16 it is several). A long sequence is split over several programs, whose outputs are merged:
+program s has pages s, s + splits and so on, so that a short one in a long table is split too.
 """
 
 import functools
@@ -16,7 +17,8 @@ from jax import lax
 
 QUERIES = 16  # fewest that a tensor core's matmul takes
 _PROGRAMS = 528  # four on each of an H100's multiprocessors
-_FEWEST_PAGES = 4  # of a program
+_FEWEST_PAGES = 2  # of a program, of the longest sequence
+_MOST_SPLITS = 128  # whose outputs a program merges in registers
 _LOWEST = -1e30  # less than any score
 
 
@@ -52,11 +54,7 @@ def paged_decode(
     width, group = tables.shape[1], heads // kv_heads
     queries = max(QUERIES, pl.next_power_of_2(group))
     splits = _splits(batch * kv_heads, width)
-    each = -(-width // splits)
-    tables = jnp.pad(tables, ((0, 0), (0, splits * each - width)))
-    grouped = jnp.pad(
-        q.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, queries - group), (0, 0))
-    )
+    grouped = q.reshape(batch, kv_heads, group, head_dim)
     of_query = pl.BlockSpec((None, None, queries, head_dim), lambda h, b, s: (b, h, 0, 0))
     of_pool = pl.BlockSpec((pages, size, None, head_dim), lambda h, b, s: (0, 0, h, 0))
     out_shape = [
@@ -66,12 +64,12 @@ def paged_decode(
     with warnings.catch_warnings():  # that this backend will be removed
         warnings.simplefilter("ignore", DeprecationWarning)
         out, lse = pl.pallas_call(
-            functools.partial(_kernel, window),
+            functools.partial(_kernel, window, group, splits),
             grid=(kv_heads, batch, splits),
             in_specs=[
                 of_query,
                 of_pool,
-                pl.BlockSpec((None, each), lambda h, b, s: (b, s)),
+                pl.BlockSpec((None, width), lambda h, b, s: (b, 0)),
                 pl.BlockSpec((None,), lambda h, b, s: (b,)),
             ],
             out_specs=[
@@ -85,13 +83,55 @@ def paged_decode(
             interpret=interpret,
             name="paged_decode",
         )(grouped, pool, tables, lengths)
-    if splits > 1:
-        total = jax.nn.logsumexp(lse, axis=0, keepdims=True)
-        weights = jnp.exp(lse - total)
-        out = jnp.sum(out * weights[..., None], axis=0, keepdims=True).astype(q.dtype)
-        lse = total
-    out, lse = (x[0, :, :, :group] for x in (out, lse))
-    return out.reshape(q.shape), lse.reshape(q.shape[:2])
+        out, lse = (x.reshape(splits, batch, heads, *x.shape[4:]) for x in (out, lse))
+        if splits == 1:
+            return out[0], lse[0]
+        return _merged(out, lse, q.dtype, interpret)
+
+
+def _merged(
+    out: jax.Array, lse: jax.Array, dtype: Any, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs [splits, batch, heads, head_dim] and their log-sum-exps as one; by one kernel."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    splits, batch, heads, head_dim = out.shape
+    many = pl.next_power_of_2(splits)
+
+    def kernel(out_ref: Any, lse_ref: Any, whole_ref: Any, total_ref: Any) -> None:
+        inside = jnp.arange(many) < splits
+        each = triton.load(lse_ref.at[...], mask=inside, other=_LOWEST)
+        most = jnp.max(each, axis=0)
+        weights = jnp.where(inside, jnp.exp(each - most), 0.0)
+        total = jnp.sum(weights, axis=0)
+        parts = triton.load(
+            out_ref.at[...], mask=jnp.broadcast_to(inside[:, None], out_ref.shape), other=0.0
+        )
+        whole = jnp.sum(parts * weights[:, None], axis=0) / total
+        whole_ref[...] = whole.astype(whole_ref.dtype)
+        total_ref[()] = most + jnp.log(total)
+
+    whole, total = pl.pallas_call(
+        kernel,
+        grid=(batch, heads),
+        in_specs=[
+            pl.BlockSpec((many, None, None, head_dim), lambda b, h: (0, b, h, 0)),
+            pl.BlockSpec((many, None, None), lambda b, h: (0, b, h)),
+        ],
+        out_specs=[
+            pl.BlockSpec((None, None, head_dim), lambda b, h: (b, h, 0)),
+            pl.BlockSpec((None, None), lambda b, h: (b, h)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch, heads, head_dim), dtype),
+            jax.ShapeDtypeStruct((batch, heads), jnp.float32),
+        ],
+        compiler_params=triton.CompilerParams(num_warps=max(1, many // 16), num_stages=1),
+        interpret=interpret,
+        name="paged_decode_merged",
+    )(out, lse)
+    return whole, total
 
 
 def write_pages(
@@ -146,11 +186,13 @@ def write_pages(
 
 def _splits(programs: int, width: int) -> int:
     """Into how many programs the pages of a sequence are split, to keep the device busy."""
-    return max(1, min(-(-_PROGRAMS // programs), width // _FEWEST_PAGES))
+    return max(1, min(-(-_PROGRAMS // programs), width // _FEWEST_PAGES, _MOST_SPLITS))
 
 
 def _kernel(
     window: int | None,
+    group: int,
+    splits: int,
     q_ref: Any,
     pool_ref: Any,
     table_ref: Any,
@@ -162,18 +204,21 @@ def _kernel(
     from jax.experimental.pallas import triton
 
     queries, head_dim = q_ref.shape
-    half, size, each = pool_ref.shape[0] // 2, pool_ref.shape[1], table_ref.shape[0]
-    first, length = pl.program_id(2) * each * size, length_ref[()]
+    half, size = pool_ref.shape[0] // 2, pool_ref.shape[1]
+    own, length = pl.program_id(2), length_ref[()]  # every so many pages are this program's
     is_small = pool_ref.dtype.itemsize == 1
     dtype = jnp.float16 if is_small else pool_ref.dtype
-    q = q_ref[...].astype(dtype)
+    is_query = jnp.arange(queries) < group
+    of_queries = jnp.broadcast_to(is_query[:, None], q_ref.shape)
+    q = triton.load(q_ref.at[...], mask=of_queries, other=0).astype(dtype)
 
     def page(index: jax.Array, carry: Any) -> Any:
         out, most, total = carry
-        here = table_ref[index]
+        number = own + index * splits
+        here = table_ref[number]
         keys, values = (pool_ref[at].astype(dtype) for at in (here, here + half))
         scores = triton.dot(q, keys.T) * head_dim**-0.5
-        position = first + index * size + jnp.arange(size)
+        position = number * size + jnp.arange(size)
         visible = position < length
         if window is not None:
             visible &= position >= length - window
@@ -184,11 +229,14 @@ def _kernel(
         total = total * shrunk + jnp.sum(weights, axis=1)
         return out * shrunk[:, None] + triton.dot(weights.astype(dtype), values), highest, total
 
-    start = 0 if window is None else jnp.maximum((length - window - first) // size, 0)
-    stop = jnp.minimum(pl.cdiv(length - first, size), each)
+    start: Any = 0
+    if window is not None:
+        before = jnp.maximum((length - window) // size - own, 0)  # pages
+        start = pl.cdiv(before, splits)
+    stop = pl.cdiv(jnp.maximum(pl.cdiv(length, size) - own, 0), splits)
     zeros = jnp.zeros(queries, jnp.float32)
     carry = jnp.zeros((queries, head_dim), jnp.float32), zeros + _LOWEST, zeros
     out, most, total = lax.fori_loop(start, stop, page, carry)
     total = jnp.where(total > 0, total, 1.0)  # no key here
-    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
-    lse_ref[...] = most + jnp.log(total)
+    triton.store(out_ref.at[...], (out / total[:, None]).astype(out_ref.dtype), mask=of_queries)
+    triton.store(lse_ref.at[...], most + jnp.log(total), mask=is_query)
