@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, did_you_mean, explained
 from meshwright.hub import hub_name
 from meshwright.launch import convert_paths
 
@@ -15,6 +15,7 @@ _KERNELS = ("auto", "cudnn", "triton", "ragged", "plain")
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
 
 
+@explained("mw.EngineConfig(max_batch=32, max_length=8192)")
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Settings of an engine; see docs/serve/engine.md."""
@@ -196,6 +197,7 @@ class EasyLMConfig:
             )
 
 
+@explained("mw.ServeConfig('runs/first', port=8000)")
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
     """All settings of a server."""
