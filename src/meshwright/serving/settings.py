@@ -33,9 +33,9 @@ class EngineConfig:
     """Part of the device's memory that weights and KV cache may use together."""
     chunk: int = 512
     """Most tokens of prompts that are computed in one step."""
-    weights: str | None = None
+    weights: Literal["int8", "fp8"] | None = None
     """Quantize weights to int8 or fp8, with a scale per output channel; None: as they are."""
-    cache: str | None = None
+    cache: Literal["fp8"] | None = None
     """Round the KV cache to fp8, which takes half the memory; None: in the dtype of weights."""
     max_waiting: int | None = None
     """Most requests that wait; more are refused."""

@@ -1,0 +1,53 @@
+"""Mistakes of a command line that are named before jax is imported, which takes seconds."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli.flags import take_all
+from meshwright.hub import check_folder, hub_name
+
+_OWN_AXES = ("audit",)  # of a program whose axes have any names
+_GIVE_RULES = {"--rules", "--config", "--plan"}  # that may name axes of their own
+_READING = ("serve", "generate", "chat", "eval", "export")  # commands that read weights
+
+
+def check_mesh(command: str, words: Sequence[str]) -> None:
+    """Raise if the text of `--mesh` is no mesh, or that of `--on` no machine."""
+    from meshwright.machines import Machine
+    from meshwright.meshes import MeshSpec
+
+    for text in take_all(list(words), "--mesh"):
+        if text == "auto" or command == "plan":  # whose meshes are limits
+            continue
+        spec = MeshSpec.parse(text)
+        if command not in _OWN_AXES and not _GIVE_RULES & {
+            word.partition("=")[0] for word in words
+        }:
+            spec.with_standard_axes()
+    if command == "prove":
+        for text in take_all(list(words), "--on"):
+            if text != "here":  # which asks jax
+                Machine.parse(text)
+
+
+def check_model(command: str, settings: Any) -> None:
+    """Raise if weights are to be read from a path where nothing is."""
+    if command not in _READING:
+        return
+    model = str(getattr(settings, "model", None) or getattr(settings, "run", ""))
+    if "/" in model and hub_name(model) is None:  # a word alone may be a preset
+        check_folder(Path(model))
+
+
+def check_data(data: str) -> None:
+    """Raise if a store or file of a run's data does not exist."""
+    from meshwright.data import EMBEDDED, with_sources
+    from meshwright.data.store import read_meta
+
+    def check(source: str) -> str:
+        if source != EMBEDDED and hub_name(source) is None and not Path(source).exists():
+            read_meta(Path(source))
+        return source
+
+    with_sources(data, check)
