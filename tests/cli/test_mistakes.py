@@ -89,3 +89,14 @@ def test_a_reader_that_went_away_has_enough() -> None:
 def test_output_may_be_closed() -> None:
     done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *COMMAND], stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("3", 0)])
+def test_of_torchruns_processes_one_names_a_mistake(rank: str, lines: int) -> None:
+    code = "from meshwright.cli.main import main; main(['train', 'tiny', '--stepz', '3'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"LOCAL_RANK": rank},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == lines

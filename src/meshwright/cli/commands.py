@@ -92,9 +92,19 @@ def run(arguments: list[str]) -> None:
         with output_is_written(), disk_errors_in_one_line():
             _run(arguments)
     except MeshwrightError as mistake:
-        with contextlib.suppress(OSError):  # standard error may lie on a full disk, too
-            print(f"error: {mistake}", file=sys.stderr, flush=True)
+        if not _said_by_another():
+            with contextlib.suppress(OSError):  # standard error may lie on a full disk, too
+                print(f"error: {mistake}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def _said_by_another() -> bool:
+    """Whether another process of torchrun on this host makes, and prints, the same mistake.
+
+    Before jax and torch are imported, a mistake is one of the words alone.
+    """
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return not is_first and sys.modules.keys().isdisjoint(("jax", "torch"))
 
 
 def _run(arguments: list[str]) -> None:
