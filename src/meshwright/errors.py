@@ -28,7 +28,10 @@ def install_command(extra: str) -> str:
 
 def not_installed(extra: str) -> str:
     """The end of a sentence about a missing package: the command, and where it works."""
-    return f"{install_command(extra)} (in the clone of Meshwright) installs it"
+    large = (
+        "; with CUDA that is gigabytes, docs/install.md has the CPU's" if extra == "torch" else ""
+    )
+    return f"{install_command(extra)} (in the clone of Meshwright) installs it{large}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
