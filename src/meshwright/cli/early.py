@@ -42,12 +42,11 @@ def check_model(command: str, settings: Any) -> None:
 
 def check_data(data: str) -> None:
     """Raise if a store or file of a run's data does not exist."""
-    from meshwright.data import EMBEDDED, with_sources
-    from meshwright.data.store import read_meta
+    from meshwright.data import EMBEDDED, TokenStore, with_sources
 
     def check(source: str) -> str:
         if source != EMBEDDED and hub_name(source) is None and not Path(source).exists():
-            read_meta(Path(source))
+            TokenStore.open(source)  # says what is missing
         return source
 
     with_sources(data, check)
