@@ -1,5 +1,6 @@
 """Mistakes of a command line that are named before jax is imported, which takes seconds."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,17 @@ def check_mesh(command: str, words: Sequence[str]) -> None:
 
 def check_model(command: str, settings: Any) -> None:
     """Raise if weights are to be read from a path where nothing is."""
-    if command not in _READING:
+    if command not in _READING or _is_one_of_several(settings):
         return
     model = str(getattr(settings, "model", None) or getattr(settings, "run", ""))
     if "/" in model and hub_name(model) is None:  # a word alone may be a preset
         check_folder(Path(model))
 
 
-def check_data(data: str) -> None:
+def check_data(config: Any) -> None:
     """Raise if a store or file of a run's data does not exist."""
+    if _is_one_of_several(config):
+        return
     from meshwright.data import EMBEDDED, TokenStore, with_sources
 
     def check(source: str) -> str:
@@ -49,4 +52,9 @@ def check_data(data: str) -> None:
             TokenStore.open(source)  # says what is missing
         return source
 
-    with_sources(data, check)
+    with_sources(config.data, check)
+
+
+def _is_one_of_several(settings: Any) -> bool:
+    """Whether other processes wait for this one: they compare first, and all say what is wrong."""
+    return getattr(settings, "coordinator", None) is not None or "LOCAL_RANK" in os.environ

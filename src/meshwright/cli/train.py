@@ -28,7 +28,7 @@ MOST_USED = (
 
 def train_command(arguments: Sequence[str]) -> None:
     config = settings(arguments)
-    check_data(config.data)
+    check_data(config)
     # jax takes a second or more to import: say so before anyone wonders
     slow = threading.Timer(1.0, lambda: print_line(f"{config.model}: importing jax …", sys.stderr))
     slow.daemon = True
