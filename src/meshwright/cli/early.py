@@ -57,4 +57,5 @@ def check_data(config: Any) -> None:
 
 def _is_one_of_several(settings: Any) -> bool:
     """Whether other processes wait for this one: they compare first, and all say what is wrong."""
-    return getattr(settings, "coordinator", None) is not None or "LOCAL_RANK" in os.environ
+    by_environment = {"LOCAL_RANK", "JAX_COORDINATOR_ADDRESS"} & os.environ.keys()
+    return getattr(settings, "coordinator", None) is not None or bool(by_environment)
