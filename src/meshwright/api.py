@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, overload
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, explained
 from meshwright.machines import Machine
 from meshwright.planner import Plan, ProgramPlan, planned
 from meshwright.planner import plan as plan_model
@@ -55,6 +55,7 @@ def prove(what: Any, /, *arguments: Any, **settings: Any) -> Any:
     return (prove_program if callable(what) else prove_config)(what, *arguments, **settings)
 
 
+@explained("mw.train(mw.TrainConfig('tiny', steps=200))")
 def train(
     config: TrainConfig, *, words: Sequence[str] | None = None, named: Collection[str] = ()
 ) -> None:

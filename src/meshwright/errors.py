@@ -6,7 +6,11 @@ Every message says what was given, which rule it broke and what would fit:
 """
 
 import difflib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+_T = TypeVar("_T", bound=Callable[..., Any])
 
 
 class MeshwrightError(ValueError):
@@ -24,7 +28,10 @@ def install_command(extra: str) -> str:
 
 def not_installed(extra: str) -> str:
     """The end of a sentence about a missing package: the command, and where it works."""
-    return f"{install_command(extra)} (in the clone of Meshwright) installs it"
+    large = (
+        "; with CUDA that is gigabytes, docs/install.md has the CPU's" if extra == "torch" else ""
+    )
+    return f"{install_command(extra)} (in the clone of Meshwright) installs it{large}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -59,3 +66,65 @@ def one_of(options: Iterable[str]) -> str:
     if len(quoted) < 2:
         return "".join(quoted)
     return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def explained(example: str) -> Callable[[_T], _T]:
+    """Make a function or a dataclass answer arguments that it does not take with a call that works.
+
+    mw.TrainConfig("tiny", step=3)
+    → MeshwrightError: TrainConfig has no 'step'; did you mean 'steps'? Write mw.TrainConfig(…)
+    """
+
+    def decorate(function: _T) -> _T:
+        call: Any = function.__dict__["__init__"] if isinstance(function, type) else function
+
+        @functools.wraps(call)
+        def checked(*args: Any, **named: Any) -> Any:
+            try:
+                return call(*args, **named)
+            except (TypeError, AttributeError) as mistake:
+                problem = _call_problem(function, call, args, named)
+                if problem is None:  # the mistake is inside
+                    raise
+                raise MeshwrightError(f"{sentence(problem)} Write {example}") from mistake
+
+        if not isinstance(function, type):
+            return checked  # type: ignore[return-value]
+        function.__init__ = checked  # type: ignore[misc]
+        return function
+
+    return decorate
+
+
+def _call_problem(function: Any, call: Any, args: Any, named: Any) -> str | None:
+    """What is wrong with the arguments of a call; None if nothing is."""
+    import inspect
+    import typing
+
+    name, signature = function.__name__, inspect.signature(call)
+    try:
+        hints = typing.get_type_hints(call)
+    except NameError:  # of types that are imported for checkers alone
+        hints = {}
+    known = [other for other in signature.parameters if other != "self"]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    for given in () if takes_any else named:
+        if given in known:
+            continue
+        for group in known:
+            if given in getattr(hints.get(group), "__dataclass_fields__", ()):
+                inner = f"{group}={hints[group].__name__}({given}=…)"
+                return f"{name} has no {given!r}; it is in {group}: {inner}"
+        return f"{name} has no {given!r}{did_you_mean(given, known)}"
+    try:
+        values = signature.bind(*args, **named).arguments
+    except TypeError as mistake:
+        return f"{name} is {mistake}" if "missing" in str(mistake) else f"{name}: {mistake}"
+    for given, value in values.items():
+        hint = hints.get(given, Any)
+        kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,)]
+        kinds += [int] if float in kinds else []
+        plain = all(isinstance(kind, type) and kind is not Any for kind in kinds)
+        if plain and not isinstance(value, tuple(kinds)):
+            return f"{name}: {given}={value!r:.60} must be {kinds[0].__name__}"
+    return None

@@ -67,6 +67,16 @@ def hub_name(text: str | os.PathLike[str]) -> HubName | None:
     return HubName(match[1], match[2])
 
 
+def check_folder(folder: Path) -> None:
+    """Raise if a folder of a run or of a model is not one."""
+    if not folder.is_dir():
+        why = "is a file" if folder.exists() else "does not exist"
+        raise MeshwrightError(
+            f"{folder} {why}; give the folder of a run (as in meshwright train --run FOLDER) or of "
+            "a Hugging Face model"
+        )
+
+
 def local_folder(path: str | os.PathLike[str], files: Sequence[str]) -> Path:
     """The folder of a model: the path itself, or for a Hub name that of its files in the cache.
 

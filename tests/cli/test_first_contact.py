@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,49 @@ def test_a_command_that_has_parts_lists_them() -> None:
     ended, _, shown = loaded("data", "pak")
     assert ended == 2
     assert "did you mean 'pack'?" in shown
+
+
+# each names its mistake in one of the words that stand behind it
+MISTAKES = {
+    "train tiny --mesh fsdp=x": "'x' is not a size",
+    "train tiny --mesh foo=2": "axis 'foo' has no role",
+    "train tiny --data nothing.store": "token store 'nothing.store' does not exist",
+    "train tiny --compute.remat ful": "did you mean 'full'?",
+    "train tiny run_name=a": "--run runs/a",
+    "serve ./nothing": "nothing does not exist",
+    "serve m --mesh tp=x": "'x' is not a size",
+    "serve m --engine.weights int3": "did you mean 'int8'?",
+    "serve m --port web": "'web' is not a port: a number from 1 to 65535",
+    "generate ./nothing": "nothing does not exist",
+    "generate m": "no prompt",
+    "chat runs/a/nothing": "runs/a/nothing does not exist",
+    "export ./nothing out": "nothing does not exist",
+    "eval ./nothing --data a": "nothing does not exist",
+    "prove tiny --on 8xH100": "is written 'h100:8'",
+    "plan tiny --on 16xh100": "is written 'h100:2x8'",
+    "plan tiny --on h100:8 --batch x": "'x' is not a whole number",
+    "audit tiny --mesh foo": "'foo' is not a size",
+}
+EACH = """
+import contextlib, io, sys
+from meshwright.cli.main import main
+for words in {mistakes!r}:
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        main(words.split())
+    print("jax" in sys.modules, said.getvalue().strip())
+"""
+
+
+def test_mistyped_words_and_values_are_named_before_jax_is_imported(tmp_path: Path) -> None:
+    code = EACH.format(mistakes=list(MISTAKES))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    for line, (words, says) in zip(done.stdout.splitlines(), MISTAKES.items(), strict=True):
+        imported, _, said = line.partition(" ")
+        assert says in said, words
+        assert imported == "False", words
 
 
 def test_a_mistyped_flag_of_plan_does_not_import_jax() -> None:

@@ -19,6 +19,9 @@ from meshwright.cli.commands import run
         ("train tiny -steps 3", "has no option -steps; did you mean '--steps'?"),
         ("train tiny --batch 1e99", "must fit in 64 bits"),
         ("train tiny --optimizer.learning-rate fast", "'fast' is not a number"),
+        ("train tiny --log.tensorboard yes", "--log.tensorboard takes no value; write --log.tensorboard"),
+        ("serve m --access-log=no", "--access-log takes no value; write --no-access-log"),
+        ("board --port web", "'web' is not a port: a number from 1 to 65535, or 0 for a free one"),
         ("audit tiny --mesh dp=16 --batch 16 --seq 16 --compute.experts ring", "compute.experts=ring: tiny has no experts"),
         ("plan tiny", "add --on v5p:4x4x4 (or h100:8, here …); meshwright plan"),
         ("plan tiny --serve --seq 64", "add --on v5p:4x4x4 (or h100:8, here …) and --batch 256;"),
@@ -44,7 +47,7 @@ from meshwright.cli.commands import run
         ("prove tiny --serve", "add --on h100:8 and --batch 32 and --seq 2048"),
         ("audit --mesh fsdp=8", "MODEL is missing; write meshwright audit MODEL"),
         ("serve tiny", "tiny is a preset, which has sizes and no weights"),
-        ("serve x --port abc", "--port: 'abc' is not a whole number"),
+        ("serve x --port abc", "--port: 'abc' is not a port"),
         ("generate tiny --prompt x --max-new 1.5", "--max-new: '1.5' is not a whole number"),
         ("export tiny", "OUT is missing; write meshwright export RUN OUT"),
         ("data pack", "FILES and --out FOLDER are missing"),
@@ -86,3 +89,14 @@ def test_a_reader_that_went_away_has_enough() -> None:
 def test_output_may_be_closed() -> None:
     done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *COMMAND], stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("3", 0)])
+def test_of_torchruns_processes_one_names_a_mistake(rank: str, lines: int) -> None:
+    code = "from meshwright.cli.main import main; main(['train', 'tiny', '--stepz', '3'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"LOCAL_RANK": rank},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == lines

@@ -1,14 +1,22 @@
 """Flags of other systems are answered with the command that does the same here."""
 
+import dataclasses
+import importlib
 import shlex
+import typing
 
 import pytest
 
 from meshwright import MeshwrightError
+from meshwright.cli.commands import COMMANDS, WITH_MESH
 from meshwright.cli.flags import name_axes
 from meshwright.cli.other_systems import check_flags
+from meshwright.cli.other_words import AXES, KEYS, OF_COMMAND, RENAMED, SWITCHES
+from meshwright.cli.parser import _settings, read
 from meshwright.cli.train import settings
 from meshwright.launch import flat_settings
+from meshwright.models.decoder import DecoderConfig
+from meshwright.models.t5 import T5Config
 from meshwright.serving import ServeConfig
 from meshwright.training import TrainConfig
 
@@ -64,6 +72,10 @@ def test_a_flag_of_another_system_names_the_command_here(theirs: str, ours: str)
         ("tiny --activation_partitioning_dims 3", "are 1 or 2, not 3, 1"),
         (
             "tiny --mesh fsdp=4,tp=2 --tp 2",
+            "the same here: meshwright train tiny --mesh fsdp=4,tp=2",
+        ),
+        (
+            "tiny --mesh fsdp=4,tp=4 --tp 2",
             "the same here: meshwright train tiny --mesh fsdp=-1,tp=2",
         ),
         (
@@ -140,14 +152,31 @@ def test_what_has_no_flag_here_is_answered_for_the_command(
         check_flags(command, theirs.split())
 
 
-def test_no_flag_of_this_system_is_taken_for_one_of_another() -> None:
-    own = [name.replace("_", "-") for name in flat_settings(TrainConfig("tiny"))]
-    own += [name.replace("_", "-") for name in flat_settings(ServeConfig("tiny"))]
-    for name in own:
+def _own_names(command: str) -> list[str]:
+    """The flags of a command that has a settings type; of those that take train's, train's."""
+    if command in ("train", "plan", "prove", "audit"):
+        return list(flat_settings(TrainConfig("tiny")))
+    module = importlib.import_module(f"meshwright.cli.{command}")
+    function = getattr(module, COMMANDS[command].function)
+    (kind,) = (hint for of, hint in typing.get_type_hints(function).items() if of != "return")
+    return [setting.name for setting in _settings(kind, False)]
+
+
+@pytest.mark.parametrize("command", WITH_MESH)
+def test_no_flag_of_this_system_is_taken_for_one_of_another(command: str) -> None:
+    for name in _own_names(command):
         if name != "model":  # a word without a flag
-            check_flags("train", [f"--{name}", "1"])
-            check_flags("train", [f"--{name.replace('-', '_')}=1"])
-            check_flags("serve", [f"--{name}", "1"])
+            check_flags(command, [f"--{name.replace('_', '-')}", "1"])
+            check_flags(command, [f"--{name}=1"])
+
+
+def test_values_of_own_flags_are_not_taken_for_maxtexts_words() -> None:
+    fields = {
+        field.name for kind in (DecoderConfig, T5Config) for field in dataclasses.fields(kind)
+    }
+    assert not fields & KEYS
+    check_flags("train", ["tiny", "--override", "layers=4", "rope.theta=1e6"])
+    check_flags("generate", ["runs/x", "--prompt", "steps=10"])
 
 
 @pytest.mark.parametrize(
@@ -165,12 +194,12 @@ def test_no_flag_of_this_system_is_taken_for_one_of_another() -> None:
         ),
         (
             "tiny per_device_batch_size=2 --mesh fsdp=4,tp=2",
-            "tiny --batch 16 --mesh fsdp=4,tp=2",
+            "tiny --mesh fsdp=4,tp=2 --batch 16",
         ),
-        ("tiny --batch_size_per_rank 7 --mesh dp=4,tp=2", "tiny --batch 28 --mesh dp=4,tp=2"),
+        ("tiny --batch_size_per_rank 7 --mesh dp=4,tp=2", "tiny --mesh dp=4,tp=2 --batch 28"),
         (
             "tiny --per_device_train_batch_size 7 --mesh dp=2,fsdp=2,tp=2 --accumulation 2",
-            "tiny --batch 56 --mesh dp=2,fsdp=2,tp=2 --accumulation 2",
+            "tiny --mesh dp=2,fsdp=2,tp=2 --accumulation 2 --batch 56",
         ),
     ],
 )
@@ -213,3 +242,213 @@ def test_names_without_sizes_and_too_few_are_refused() -> None:
         name_axes(["tiny", "--axes", "dp,tp"])
     with pytest.raises(MeshwrightError, match="has 3 sizes for 2 axes"):
         name_axes(["tiny", "--axes", "dp,tp", "--mesh", "1,2,3"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        # MaxText
+        ("tiny run_name=first", "tiny --run runs/first"),
+        ("tiny run_name=first base_output_directory=/r", "tiny --run /r/first"),
+        ("tiny steps=10 learning_rate=1e-3", "tiny --steps 10 --optimizer.learning-rate 1e-3"),
+        ("tiny quantization=fp8", "tiny --compute.matmul fp8"),
+        ("tiny dataset_path=/corpus", "tiny --data /corpus"),
+        ("tiny dataset_type=hf hf_path=allenai/c4", "tiny --data allenai/c4"),
+        ("tiny --hf_path allenai/c4", "tiny --data allenai/c4"),
+        ("tiny ici_fsdp_parallelism=64 per_device_batch_size=4", "tiny --mesh fsdp=64 --batch 256"),
+        (
+            "tiny ici_fsdp_parallelism=8 ici_tensor_parallelism=2 per_device_batch_size=0.5",
+            "tiny --mesh fsdp=8,tp=2 --batch 8",
+        ),
+        (
+            "tiny dcn_data_parallelism=2 ici_fsdp_parallelism=16 ici_pipeline_parallelism=1",
+            "tiny --mesh dp=2,fsdp=16",
+        ),
+        ("tiny dcn_fsdp_parallelism=2 ici_fsdp_parallelism=4", "tiny --mesh dp=-1,fsdp=8"),
+        ("tiny ici_expert_parallelism=4", "tiny --mesh fsdp=-1,ep=4"),
+        ("tiny ici_context_parallelism=4", "tiny --mesh fsdp=-1,sp=4"),
+        ("tiny remat_policy=minimal", "tiny --compute.remat elementwise"),
+        ("tiny remat_policy=save_dot_except_mlp", "tiny --compute.remat mlp"),
+        ("tiny scan_layers=false", "tiny --compute.layers unroll"),
+        ("tiny context_parallel_strategy=ring", "tiny --context-parallel ring"),
+        ("base.yml model_name=llama3.1-8b steps=3", "llama-3.1-8b --steps 3"),
+        # torchtitan
+        (
+            "tiny --parallelism.data_parallel_shard_degree 8 --training.local_batch_size 1",
+            "tiny --mesh fsdp=8 --batch 8",
+        ),
+        (
+            "tiny --training.local_batch_size 1 --training.global_batch_size 32 "
+            "--parallelism.data_parallel_shard_degree 8",
+            "tiny --batch 32 --mesh fsdp=8 --accumulation 4",
+        ),
+        ("tiny --parallelism.data_parallel_replicate_degree 2", "tiny --mesh dp=2,fsdp=-1"),
+        ("tiny --parallelism.context_parallel_degree 4", "tiny --mesh fsdp=-1,sp=4"),
+        (
+            "tiny --parallelism.data_parallel_shard_degree 8 --parallelism.expert_parallel_degree 4",
+            "tiny --mesh dp=-1,fsdp=2,ep=4",
+        ),
+        ("tiny --parallelism.enable_sequence_parallel", "tiny --compute.sequence-parallel"),
+        ("tiny --activation_checkpoint.mode full", "tiny --compute.remat full"),
+        ("tiny --activation_checkpoint.mode none", "tiny"),
+        ("tiny --optimizer.lr 1e-4", "tiny --optimizer.learning-rate 1e-4"),
+        ("tiny --lr_scheduler.warmup_steps 9", "tiny --optimizer.warmup-steps 9"),
+        ("tiny --checkpoint.folder ckpt", "tiny --run ckpt"),
+        ("tiny --job.dump_folder out --checkpoint.folder ckpt", "tiny --run out/ckpt"),
+        ("tiny --checkpoint.interval 9", "tiny --checkpoint.every 9"),
+        ("tiny --metrics.log_freq 9", "tiny --log.every 9"),
+        ("tiny --metrics.enable_tensorboard", "tiny --log.tensorboard"),
+        # Megatron
+        ("tiny --save out --load out", "tiny --run out"),
+        ("tiny --expert-model-parallel-size 2", "tiny --mesh fsdp=-1,ep=2"),
+        (
+            "tiny --mesh fsdp=4,tp=2 --tensor-model-parallel-size 2 --micro-batch-size 1 "
+            "--global-batch-size 128",
+            "tiny --mesh fsdp=4,tp=2 --batch 128 --accumulation 32",
+        ),
+        (
+            "tiny --recompute-granularity full --recompute-method uniform --bf16",
+            "tiny --compute.remat full --compute.dtype bfloat16",
+        ),
+        ("tiny --recompute-granularity selective", "tiny"),
+        ("tiny --data-path corpus", "tiny --data corpus"),
+        ("tiny --data-path 0.7 a 0.3 b --seq-length 9", "tiny --data a:0.7,b:0.3 --seq 9"),
+        ("tiny --fp8-format hybrid", "tiny --compute.matmul fp8"),
+        (
+            "tiny --lr 3e-4 --min-lr 3e-5",
+            "tiny --optimizer.learning-rate 3e-4 --optimizer.final-fraction 0.1",
+        ),
+        ("tiny --cp-comm-type a2a", "tiny --context-parallel ulysses"),
+        # EasyLM
+        (
+            "tiny --train_dataset.json_dataset.path=a.jsonl "
+            "--train_dataset.json_dataset.seq_length=64 --train_dataset.json_dataset.batch_size=8",
+            "tiny --data a.jsonl --seq 64 --batch 8",
+        ),
+        ("tiny --train_dataset.huggingface_dataset.path=c4", "tiny --data c4"),
+        ("tiny --optimizer.accumulate_gradient_steps=4", "tiny --accumulation 4"),
+        ("tiny --optimizer.type=adamw", "tiny --optimizer.name adamw"),
+        ("tiny --optimizer.adamw_optimizer.b2=0.95", "tiny --optimizer.b2 0.95"),
+        ("tiny --optimizer.adamw_optimizer.clip_gradient=1", "tiny --optimizer.clip-norm 1"),
+        ("tiny --optimizer.adamw_optimizer.lr_warmup_steps=9", "tiny --optimizer.warmup-steps 9"),
+        (
+            "tiny --optimizer.adamw_optimizer.lr=3e-4 --optimizer.adamw_optimizer.end_lr=3e-5",
+            "tiny --optimizer.learning-rate 3e-4 --optimizer.final-fraction 0.1",
+        ),
+        (
+            "tiny --optimizer.adamw_optimizer.bf16_momentum=True",
+            "tiny --optimizer.moments bfloat16",
+        ),
+        ("tiny --logger.project=mine", "tiny --log.wandb mine"),
+        ("tiny --dtype=bf16", "tiny --compute.dtype bfloat16"),
+    ],
+)
+def test_words_of_maxtext_torchtitan_megatron_and_easylm_are_translated(
+    theirs: str, ours: str
+) -> None:
+    with pytest.raises(MeshwrightError, match="of another system; the same here: ") as said:
+        check_flags("train", theirs.split())
+    assert str(said.value).endswith(f": meshwright train {ours}")
+    settings(ours.split())
+
+
+_PIPELINE = "pipeline parallelism is not supported; split the model over fsdp, tp and sp"
+
+
+@pytest.mark.parametrize(
+    ("command", "theirs", "words"),
+    [
+        ("train", "ici_pipeline_parallelism=4", _PIPELINE),
+        ("train", "dcn_pipeline_parallelism=2", _PIPELINE),
+        ("train", "--parallelism.pipeline_parallel_degree 4", _PIPELINE),
+        ("train", "--pipeline-model-parallel-size 2", _PIPELINE),
+        ("plan", "--pp 2", _PIPELINE),
+        ("serve", "--pipeline-parallel-size 2", _PIPELINE),
+        ("generate", "--pipeline-parallel-size 2", _PIPELINE),
+        ("train", "enable_checkpointing=true", "true is not needed: checkpoints are always saved"),
+        (
+            "train",
+            "enable_checkpointing=false",
+            "no enable_checkpointing=false: checkpoints are al",
+        ),
+        (
+            "train",
+            "async_checkpointing=true",
+            "not needed: checkpoints are saved in the background",
+        ),
+        (
+            "train",
+            "async_checkpointing=false",
+            "there is no async_checkpointing=false: checkpoints",
+        ),
+        ("train", "dataset_type=synthetic", "--data embedded, the default, needs no download"),
+        ("train", "dataset_type=tfds", "--data says by its name what it is"),
+        ("train", "quantization=int8", "give --compute.matmul fp8, or leave it out"),
+        ("train", "remat_policy=save_qkv_proj", "give --compute.remat elementwise or mlp or full"),
+        ("train", "ici_fsdp_parallelism=-1 per_device_batch_size=4", "batch_size x all devices"),
+        ("train", "base_output_directory=gs://b/r", "gs://b/r: paths are those of a file system"),
+        ("train", "tokenizer_path=x", "the tokenizer is the model's own"),
+        ("train", "profiler=xplane", "jax.profiler"),
+        ("train", "compile_topology=v5p-256", "meshwright prove MODEL --on"),
+        ("train", "ici_sequence_parallelism=2", "axes are dp, fsdp, tp, sp"),
+        ("train", "--activation_checkpoint.mode selective", "--compute.remat elementwise or mlp"),
+        ("train", "--job.config_file a.toml", "files of other systems are not read"),
+        ("train", "--metrics.enable_wandb", "--log.wandb PROJECT"),
+        ("train", "--metrics.disable_color_printing", "each run logs metrics.jsonl"),
+        ("train", "--checkpoint.enable", "is not needed: checkpoints are always saved"),
+        ("train", "--compile.enable", "is not needed: JAX compiles each step"),
+        ("train", "--model.flavor 8B", "the model is the first word"),
+        ("train", "--load out", "the same command resumes the run"),
+        ("train", "--micro-batch-size 1 --global-batch-size 8", "--accumulation, the number of mi"),
+        ("train", "--use-distributed-optimizer", "the fsdp axis of --mesh splits"),
+        ("train", "--num-layers 4 --hidden-size 64", "there is no --num-layers, --hidden-size: "),
+        ("train", "--min-lr 3e-5 --bf16", "min_lr is --optimizer.final-fraction here"),
+        ("train", "--train_dataset.type=json", "data is one setting: --data FILE"),
+        ("train", "--train_dataset.text_processor.fields=text", "--fields '[prompt],answer'"),
+        ("train", "--optimizer.adamw_optimizer.lr_decay_steps=9", "until the last of --steps"),
+        ("train", "--logger.online=True", "each run logs metrics.jsonl"),
+        ("train", "--tokenizer.vocab_file=a", "the tokenizer is the model's own"),
+        ("serve", "--seq_length 128", "the same here: meshwright serve m --engine.max-length 128"),
+        ("serve", "--enable-prefix-caching", "is not needed: prompts that begin alike"),
+        ("serve", "--no-enable-prefix-caching", "meshwright serve m --engine.no-prefix-cache"),
+        ("serve", "--tensor-parallel-size 2", "meshwright serve m --mesh tp=2"),
+        ("serve", "--quantization fp8", "meshwright serve m --engine.weights fp8"),
+        ("serve", "--max-num-seqs 2", "meshwright serve m --engine.max-batch 2"),
+        ("serve", "--served-model-name x", "meshwright serve m --name x"),
+        ("serve", "--trust-remote-code", "no code of a model's folder is run"),
+        ("serve", "--block-size 16", "meshwright serve m --engine.page-size 16"),
+        ("serve", "--revision main", "org/name@main"),
+        ("serve", "--speculative-config x", "speculative decoding is not supported"),
+        ("serve", "--tool-call-parser llama3_json", "meshwright serve m --tool-calls llama"),
+        ("serve", "--hf_path org/name", "the model is the first word"),
+        ("generate", "--temp 0.5", "meshwright generate m --temperature 0.5"),
+    ],
+)
+def test_words_without_a_counterpart_are_answered_in_a_sentence(
+    command: str, theirs: str, words: str
+) -> None:
+    with pytest.raises(MeshwrightError) as said:
+        check_flags(command, ["m", *theirs.split()])
+    assert words in str(said.value)
+
+
+def test_a_switch_does_not_take_the_model_for_its_value() -> None:
+    with pytest.raises(MeshwrightError, match=r"serve m --engine\.max-batch 2$"):
+        check_flags("serve", ["--enable-prefix-caching", "m", "--max-num-seqs", "2"])
+
+
+def test_every_flag_that_an_answer_names_is_there() -> None:
+    trained, served = set(_own_names("train")), set(_own_names("serve"))
+    for flag in (*RENAMED.values(), *(words.split()[0] for words in SWITCHES.values())):
+        assert flag[2:].replace("-", "_") in trained, flag
+    for flag in (*OF_COMMAND["serve"].renamed.values(), *OF_COMMAND["serve"].switches.values()):
+        name = flag[2:].replace("-", "_")
+        assert name.replace("no_", "") in served, flag
+    assert set(AXES.values()) == {"dp", "fsdp", "tp", "sp", "ep"}
+
+
+def test_a_dtype_that_is_not_here_is_named_with_those_that_are() -> None:
+    with pytest.raises(
+        MeshwrightError, match="'half' is not known; known: auto, bfloat16, float32"
+    ):
+        read(ServeConfig, ["m", "--dtype", "half"], "meshwright serve", "")

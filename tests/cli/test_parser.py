@@ -97,7 +97,7 @@ def test_given_settings_are_changed() -> None:
             "m --out x --inner.kind fancier",
             "--inner.kind: 'fancier' is not known; did you mean 'fancy'?",
         ),
-        ("m --out x --pack=yes", "--pack takes no value; write it alone"),
+        ("m --out x --pack=yes", "--pack takes no value; write --pack"),
         ("m more most --out x", "'most' is too much: write meshwright try MODEL EXTRA and options"),
         ("m --out x --shapes 1 2 3", "3 numbers are no pairs"),
     ],

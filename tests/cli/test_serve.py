@@ -41,7 +41,7 @@ from meshwright.serving import start as serving_start
 from meshwright.cli.main import main
 serving_start.model_source = lambda *_, **__: source()
 serving_start._engine = lambda *_: BigramEngine(delay=0.01)
-sys.argv = ["meshwright", "serve", "runs/bigram", "--port", "0", *sys.argv[1:]]
+sys.argv = ["meshwright", "serve", "bigram", "--port", "0", *sys.argv[1:]]
 main()
 """
 
@@ -71,12 +71,12 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
 
 def test_flags_are_settings(settings: list[ServeConfig]) -> None:
     run(
-        ["serve", "runs/first", "--mesh", "tp=2", "--port", "9", "--limits.requests", "7", "--api-key", "a",
+        ["serve", "first", "--mesh", "tp=2", "--port", "9", "--limits.requests", "7", "--api-key", "a",
          "--api-key", "b", "--easylm.chat-user-prefix", "U:", "--no-access-log"]
     )  # fmt: skip
     (config,) = settings
     assert (config.model, config.mesh, config.port, config.limits.requests) == (
-        "runs/first",
+        "first",
         "tp=2",
         9,
         7,
@@ -98,7 +98,7 @@ def test_wrong_settings_are_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        run(["serve", "runs/first", *flags])
+        run(["serve", "first", *flags])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
 
@@ -124,7 +124,7 @@ def test_the_engine_is_closed_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys
     engine = BigramEngine()
     monkeypatch.setattr(serving_start, "model_source", lambda *_, **__: source())
     monkeypatch.setattr(serving_start, "_engine", lambda *_: engine)
-    run(["serve", "runs/bigram", "--port", "0", "--host", "0.0.0.0"])
+    run(["serve", "bigram", "--port", "0", "--host", "0.0.0.0"])
     assert engine.closed
     shown = capsys.readouterr()
     assert re.search(r"bigram is served at http://127\.0\.0\.1:\d+/v1", shown.out)
@@ -142,14 +142,14 @@ def test_default_sampling_is_shown_and_can_be_left_out(
     monkeypatch.setattr(serving_start, "_engine", lambda *_: BigramEngine())
 
     def shown(*flags: str) -> str:
-        run(["serve", "runs/bigram", "--port", "0", *flags])
+        run(["serve", "bigram", "--port", "0", *flags])
         return capsys.readouterr().out
 
     assert "default sampling, by generation_config.json: temperature 0.6, top_k 20\n" in shown()
     assert "default sampling" not in shown("--generation-config", "none")
     given["temperature"] = -1.0
     with pytest.raises(SystemExit):
-        run(["serve", "runs/bigram"])
+        run(["serve", "bigram"])
     message = capsys.readouterr().err
     assert "generation_config.json: temperature=-1.0 must be" in message
     assert "--generation-config none" in message
@@ -191,7 +191,7 @@ def test_clients_are_told_what_the_server_does_while_it_starts(
     monkeypatch.setattr(serving_start, "_engine", engine)
     monkeypatch.setattr(meshwright.serving.server, "bind", bind_and_note)
     with pytest.raises(SystemExit):
-        run(["serve", "runs/bigram", "--port", "0"])
+        run(["serve", "bigram", "--port", "0"])
     (first, reading), (second, compiling) = answers
     assert first == second == 503
     assert "the server is starting: reading the weights" in reading

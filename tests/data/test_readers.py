@@ -253,3 +253,16 @@ def test_what_describes_a_dataset_is_no_data(tmp_path: Path) -> None:
     files, others = find_files(tmp_path)
     assert [file.name for file in files] == ["data.jsonl", "lines.json", "list.json", "notes.md"]
     assert [file.name for file in others] == ["README.md", "config.json", "dataset_infos.json"]
+
+
+def test_a_conversation_where_text_is_looked_for_is_named_as_one(tmp_path: Path) -> None:
+    record = '{"messages": [{"role": "user", "content": "a"}]}'
+    (tmp_path / "chat.jsonl").write_text(record + "\n")
+    (said,) = read(tmp_path / "chat.jsonl")[1]
+    assert "line 1 is a conversation, which has no field 'text'; leave out --field" in said
+
+
+def test_a_line_that_is_not_json_is_named_with_its_column(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": }\n')
+    (said,) = read(tmp_path / "bad.jsonl")[1]
+    assert "line 2 is not JSON, at column 10: Expecting value" in said

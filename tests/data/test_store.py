@@ -208,3 +208,9 @@ def test_the_tokenizer_may_add_its_own_special_tokens_once(tmp_path: Path) -> No
     assert Mixture.of([done.store]).special_tokens
     plain = pack([source], tmp_path / "c.store", tokenizer, encoding=Encoding(special_tokens=False))
     assert not Mixture.of([done.store, plain.store]).special_tokens
+
+
+def test_an_empty_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").touch()
+    with pytest.raises(MeshwrightError, match=r"nothing to pack: '.*none\.jsonl' is empty"):
+        pack([tmp_path / "none.jsonl"], tmp_path / "a.store", BYTES)

@@ -161,17 +161,14 @@ def test_two_processes_give_up_together_and_resume_from_the_same_step(tmp_path: 
     assert [ended.code for ended in both("--stop-at", "2")] == [0, 0]
     failed = both(*RUINED)
     assert [ended.code for ended in failed] == [2, 2], failed
-    for ended in failed:
-        assert "newest healthy checkpoint is step 2" in ended.err
-        assert "--resume-from 2 (and in each process its own --process-id)" in ended.err.replace(
-            "'", ""
-        )
+    said = "".join(ended.err for ended in failed).replace("'", "")
+    assert said.count("newest healthy checkpoint is step 2") == 1  # by one process
+    assert said.count("--resume-from 2 (and in each process its own --process-id)") == 1
     mended = both("--resume-from", "2", "--stop-at", "4")
     assert [ended.code for ended in mended] == [0, 0], mended
     assert "set aside in" in mended[0].out
     assert Checkpoints(tmp_path / "run" / "checkpoints").healthy() == [2, 3]
     missing = both("--resume-from", "1")
     assert [ended.code for ended in missing] == [2, 2]
-    assert all(
-        "has no complete checkpoint of that step; it has steps 2, 3, 4" in e.err for e in missing
-    )
+    said = "".join(ended.err for ended in missing)
+    assert said.count("has no complete checkpoint of that step; it has steps 2, 3, 4") == 1

@@ -33,7 +33,7 @@ from meshwright.checkpoint.record import (
     write_record,
 )
 from meshwright.checkpoint.restore import restore_tree
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, explained
 from meshwright.launch import TIMEOUT_S, StoreAgreement
 
 
@@ -264,6 +264,9 @@ class Checkpoints:
         """Name → shape and dtype of every array in the checkpoint."""
         return read_step(self.folder, step, self._command).arrays
 
+    @explained(
+        "checkpoints.restore(checkpoints.latest(), targets), with targets like what was saved"
+    )
     def restore(self, step: int, targets: Any, cast: bool = False) -> Any:
         """Read a checkpoint into the shardings of `targets`, on any mesh and number of processes.
 

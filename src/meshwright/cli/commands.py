@@ -92,9 +92,19 @@ def run(arguments: list[str]) -> None:
         with output_is_written(), disk_errors_in_one_line():
             _run(arguments)
     except MeshwrightError as mistake:
-        with contextlib.suppress(OSError):  # standard error may lie on a full disk, too
-            print(f"error: {mistake}", file=sys.stderr, flush=True)
+        if not _said_by_another():
+            with contextlib.suppress(OSError):  # standard error may lie on a full disk, too
+                print(f"error: {mistake}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
+
+
+def _said_by_another() -> bool:
+    """Whether another process of torchrun on this host makes, and prints, the same mistake.
+
+    Before jax and torch are imported, a mistake is one of the words alone.
+    """
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    return not is_first and sys.modules.keys().isdisjoint(("jax", "torch"))
 
 
 def _run(arguments: list[str]) -> None:
@@ -109,6 +119,7 @@ def _run(arguments: list[str]) -> None:
     if name is None:
         return
     # here, since they take as long to import as all of this
+    from meshwright.cli.early import check_mesh, check_model
     from meshwright.cli.flags import check_given_once, name_axes
     from meshwright.cli.jax_log import shorten_plugin_errors
     from meshwright.cli.other_systems import check_flags
@@ -119,6 +130,7 @@ def _run(arguments: list[str]) -> None:
     if name in WITH_MESH:
         words = name_axes(words)
         check_flags(name, words)
+        check_mesh(name, words)
     command = COMMANDS[name]
     module = importlib.import_module(f"meshwright.cli.{command.module or name}")
     function = getattr(module, command.function)
@@ -129,7 +141,9 @@ def _run(arguments: list[str]) -> None:
         hint for of, hint in typing.get_type_hints(function).items() if of != "return"
     )
     first = getattr(module, "MOST_USED", ())
-    function(read(settings_type, words, f"meshwright {name}", function.__doc__, first=first))
+    settings = read(settings_type, words, f"meshwright {name}", function.__doc__, first=first)
+    check_model(name, settings)
+    function(settings)
 
 
 def _command(arguments: list[str]) -> tuple[str | None, list[str]]:

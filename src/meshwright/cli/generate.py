@@ -71,6 +71,7 @@ def generate(settings: GenerateSettings) -> None:
 
     meshwright generate runs/first --prompt "Once upon a time" --max-new 200 --mesh fsdp=-1
     """
+    texts = _texts(settings.prompt)
     # here, after the settings are read: it imports jax
     import jax
     import jax.numpy as jnp
@@ -93,7 +94,6 @@ def generate(settings: GenerateSettings) -> None:
     settable = ("temperature", "top_k", "top_p", "min_p", "seed")
     named = {name: value for name in settable if (value := getattr(settings, name)) is not None}
     Sampling(**named)  # a mistake is named before anything is read
-    texts = _texts(settings.prompt)
     keep_compiled_programs()
     simulate(settings.cpu_devices)
     source = model_source(

@@ -120,6 +120,10 @@ class Setting:
             if text not in choices:
                 raise MeshwrightError(f"{text[:40]!r} is not known{did_you_mean(text, choices)}")
             return text
+        if self.last == "port" and not text.isdecimal():
+            raise MeshwrightError(
+                f"{text[:40]!r} is not a port: a number from 1 to 65535, or 0 for a free one"
+            )
         if kind is int or typing.get_origin(kind) is tuple:  # a tuple of numbers is of pairs
             return integer(text, 1024 if self.last in LENGTHS else 1000)
         if kind is Path and not text.strip():
@@ -155,6 +159,7 @@ def read(
     if wants_help:
         print(_help(known, prog, about, first))
         raise SystemExit(0)
+    _check_switches(words, known)
     values, rest = _parser(known).parse_known_args(_joined(words, known))
     flags = {name: value for name, value in vars(values).items() if value is not _NOT_GIVEN}
     flags |= _positional_values(rest, known, prog)
@@ -275,6 +280,21 @@ def _joined(words: Sequence[str], known: Sequence[Setting]) -> list[str]:
         else:
             joined.append(word)
     return joined
+
+
+def _check_switches(words: Sequence[str], known: Sequence[Setting]) -> None:
+    """Raise for a switch that is given yes or no, with how it is turned on and off."""
+    switches = {setting.flag: setting for setting in known if setting.kind is bool}
+    for word, after in itertools.zip_longest(words, words[1:], fillvalue=""):
+        flag, equals, value = word.partition("=")
+        setting = switches.get(flag.replace("_", "-"))
+        value = (value if equals else after).lower()
+        if setting is not None and value in _YES_NO:
+            meant = setting.flag if _YES_NO[value] else setting.switch_off
+            raise MeshwrightError(f"{setting.flag} takes no value; write {meant}")
+
+
+_YES_NO = {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}
 
 
 def _positional_values(rest: list[str], known: Sequence[Setting], prog: str) -> dict[str, Any]:

@@ -238,12 +238,13 @@ def _config(
     fixed = named | ({"batch"} if auto or batch_tokens is not None else set())
     missing = [] if "config" in named else [name for name in _SIZES if name not in fixed]
     _missing(words, [_SIZES[name] for name in missing] if kind == "serve" else [])
-    # here, since they import jax
     from meshwright.cli.train import settings
+
+    config = settings(words, prog="meshwright plan")
+    # here, since they import jax
     from meshwright.models import model_config
     from meshwright.planner import Workload, batch_for, sequences
 
-    config = settings(words, prog="meshwright plan")
     if "seq" in missing:
         longest = model_config(config.model).max_seq
         config = dataclasses.replace(config, seq=min(LENGTH, longest))

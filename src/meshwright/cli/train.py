@@ -5,6 +5,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.cli.early import check_data
 from meshwright.cli.flags import named_settings, take
 from meshwright.cli.parser import read
 from meshwright.errors import MeshwrightError
@@ -27,6 +28,7 @@ MOST_USED = (
 
 def train_command(arguments: Sequence[str]) -> None:
     config = settings(arguments)
+    check_data(config)
     # jax takes a second or more to import: say so before anyone wonders
     slow = threading.Timer(1.0, lambda: print_line(f"{config.model}: importing jax …", sys.stderr))
     slow.daemon = True

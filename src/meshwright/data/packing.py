@@ -43,7 +43,7 @@ from meshwright.data.store import (
     read_tokenizer,
 )
 from meshwright.data.tokenizers import Ids, Tokenizer, added_tokens
-from meshwright.errors import MeshwrightError, sentence
+from meshwright.errors import MeshwrightError, one_of, sentence
 from meshwright.files import cannot_be_written
 from meshwright.hub import pinned
 from meshwright.interrupt import before_end
@@ -96,6 +96,9 @@ def pack(
         raise MeshwrightError("nothing to pack; give files or folders")
     _check_read_once(sources_read)
     all_files = [file for _, files, _ in sources_read for file in files]
+    if not any(file.stat().st_size for file in all_files):
+        are = "is" if len(all_files) == 1 else "are"
+        raise MeshwrightError(f"nothing to pack: {one_of(map(str, all_files))} {are} empty")
     formats = formats_of(all_files, reading, encoding)
     problems: list[str] = []
 
@@ -357,6 +360,8 @@ class StoreWriter:
     def finish(self, facts: dict[str, Any]) -> None:
         if not self.documents:
             nothing = f"no document contains text ({count(self.empty, 'empty document')})"
+            if not self.empty:
+                nothing = "the files hold no documents"
             if self._weights is not None:
                 nothing = "no example has a token with loss"
             raise MeshwrightError(f"nothing to pack: {nothing}")

@@ -249,6 +249,9 @@ def _json_lines(file: Path, bad: Bad) -> Records:
             where = f"'{file}', line {number}"
             try:
                 record = json.loads(line)
+            except json.JSONDecodeError as reason:
+                bad(f"{where} is not JSON, at column {reason.colno}: {reason.msg}")
+                continue
             except ValueError as reason:
                 bad(f"{where} is not JSON: {reason}")
                 continue
@@ -311,8 +314,16 @@ def _is_record(record: Any, where: str, escaped: bool, bad: Bad) -> bool:
     return True
 
 
+_CONVERSATIONS = {"messages", "conversations"}
+
+
 def _field(record: Record, field: str, where: str, bad: Bad) -> str | None:
-    if field not in record:
+    if field not in record and not _CONVERSATIONS.isdisjoint(record):
+        bad(
+            f"{where} is a conversation, which has no field '{field}'; leave out --field, and give "
+            "--chat-template chatml if the tokenizer has no chat template"
+        )
+    elif field not in record:
         bad(f"{where} has no field '{field}'{did_you_mean(field, map(str, record))} Use --field")
     elif not isinstance(record[field], str):
         bad(f"{where}: field '{field}' is {type(record[field]).__name__}, not text")

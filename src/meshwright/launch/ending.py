@@ -2,13 +2,15 @@
 
 After a Python exception in one process, the others would wait for it in a collective, and it would
 wait for them in jax's shutdown. So the first process that fails writes the reason to the store and
-exits; the watchdog of every other process reads it and exits too.
+exits; the watchdog of every other process reads it and exits too. On each host one process prints
+the reason: the one that failed, if it is there.
 """
 
 import contextlib
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,6 +23,7 @@ from meshwright.launch.coordinator import CoordinatorLostError, Store
 from meshwright.launch.verdict import REPORTS, read_reports
 
 VERDICT = "meshwright/verdict"
+SAID = "meshwright/said/"  # by host: the process that prints the verdict
 EXIT_CODE = 75  # EX_TEMPFAIL: worth a restart, from the last checkpoint
 MISTAKE_CODE = 2  # a person must fix something: a restart would fail the same way
 _MISTAKE = re.compile(r"process \d+ stopped: ")
@@ -65,8 +68,9 @@ def _end_failed(store: Store, process_id: int, failure: BaseException, interval_
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
     wait_s = farewell_s(process_id, interval_s)
+    says = first_to_say(store, process_id)
     if isinstance(failure, AgreedError):
-        end_process(str(failure), MISTAKE_CODE, wait_s)
+        end_process(str(failure) if says else "", MISTAKE_CODE, wait_s)
     about = str(failure).partition("\n")[0] or type(failure).__name__
     mistake = isinstance(failure, MeshwrightError) and not isinstance(failure, CoordinatorLostError)
     text = f"process {process_id} {'stopped' if mistake else 'failed'}: {about}"
@@ -76,15 +80,26 @@ def _end_failed(store: Store, process_id: int, failure: BaseException, interval_
         lost = _gone(store, process_id, interval_s)
         text = text if lost is None else f"{lost} ({about})"
     verdict = agree_on_verdict(store, text)
+    says |= verdict == text
+    shown = verdict if says else ""
     if lost is not None or not verdict.endswith(f": {about}"):
-        end_process(verdict, exit_code(verdict), 0.0 if process_id else wait_s)
+        end_process(shown, exit_code(verdict), 0.0 if process_id else wait_s)
     if isinstance(failure, MeshwrightError):
-        end_process(str(failure), MISTAKE_CODE if mistake else EXIT_CODE, wait_s)
+        shown = shown and verdict.removesuffix(about) + str(failure)  # all of its lines
+        end_process(shown, MISTAKE_CODE if mistake else EXIT_CODE, wait_s)
     if isinstance(failure, KeyboardInterrupt):
-        end_process(about, 130, wait_s)
-    if not isinstance(failure, SystemExit):
+        end_process(shown, 130, wait_s)
+    if says and not isinstance(failure, SystemExit):
         traceback.print_exception(failure)
-    end_process(about, 1, wait_s)
+    end_process(shown, 1, wait_s)
+
+
+def first_to_say(store: Store, process_id: int) -> bool:
+    """Whether this process of its host is the one to print why the run ends."""
+    try:
+        return store.put_once(SAID + socket.gethostname(), str(process_id)) == str(process_id)
+    except CoordinatorLostError:
+        return True
 
 
 def _gone(store: Store, process_id: int, interval_s: float) -> str | None:
@@ -133,14 +148,18 @@ def exit_code(verdict: str) -> int:
 
 
 def end_process(text: str, code: int = EXIT_CODE, wait_s: float = 0.0) -> None:
-    """Print the reason and exit, without jax's shutdown, which would wait for hanging processes."""
+    """Print the reason and exit, without jax's shutdown, which would wait for hanging processes.
+
+    Without a text, another process prints it.
+    """
     if ending_by_signal():  # which prints the reason itself; the watchdog reads it again
         time.sleep(LONGEST_END_S)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     shown = "\x1b[?25h" if os.isatty(2) else ""  # a live line may have hidden the cursor
+    line = f"\nerror: {text}\n" if text else ""
     with contextlib.suppress(OSError):
-        os.write(2, f"{shown}\nerror: {text}\n".encode())
+        os.write(2, f"{shown}{line}".encode())
     time.sleep(wait_s)
     os._exit(code)

@@ -33,7 +33,14 @@ from typing import Self
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import before_end
 from meshwright.launch.coordinator import Store, coordinator_host
-from meshwright.launch.ending import EXIT_CODE, MISTAKE_CODE, AgreedError, end_process, farewell_s
+from meshwright.launch.ending import (
+    EXIT_CODE,
+    MISTAKE_CODE,
+    AgreedError,
+    end_process,
+    farewell_s,
+    first_to_say,
+)
 from meshwright.launch.processes import PATIENCE_S, Joined
 
 _log = logging.getLogger("meshwright")
@@ -96,8 +103,8 @@ class Connection:
 class Link(abc.ABC):
     """What both ends share. Leaving the block with an error ends all processes."""
 
-    def __init__(self, process_id: int) -> None:
-        self.process_id = process_id
+    def __init__(self, process_id: int, store: Store) -> None:
+        self.process_id, self.store = process_id, store
         self.host = socket.gethostname()
         self.closing = False
         self.failure: str | None = None  # why the run ends
@@ -126,7 +133,8 @@ class Link(abc.ABC):
         """End this process because of an error, and tell the others."""
         if isinstance(error, AgreedError):
             self.closing = True
-            end_process(str(error), MISTAKE_CODE, farewell_s(self.process_id, 1.0))
+            text = str(error) if first_to_say(self.store, self.process_id) else ""
+            end_process(text, MISTAKE_CODE, farewell_s(self.process_id, 1.0))
         mistake = isinstance(error, MeshwrightError)
         if not mistake and self.cause() is not None:
             end_process(self.failure or "", EXIT_CODE)
@@ -218,7 +226,7 @@ class Leader(Link):
     """
 
     def __init__(self, processes: int, store: Store, patience_s: float = PATIENCE_S) -> None:
-        super().__init__(0)
+        super().__init__(0, store)
         self.on_message: Callable[[int, bytes], None] = lambda process, data: None
         self.on_lost: Callable[[str], None] = end_process
         self.on_stop: Callable[[], None] | None = None
@@ -300,7 +308,7 @@ class Follower(Link):
     """The link of another process; iterating gives the messages of process 0, until it closes."""
 
     def __init__(self, process_id: int, store: Store, patience_s: float = PATIENCE_S) -> None:
-        super().__init__(process_id)
+        super().__init__(process_id, store)
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         end = time.monotonic() + patience_s
         while (text := store.get(_KEY)) is None:

@@ -39,6 +39,7 @@ from meshwright.launch.ending import (
     end_process,
     exit_code,
     farewell_s,
+    first_to_say,
     look_interval_s,
 )
 from meshwright.launch.verdict import REPORTS, Report, read_reports, verdict
@@ -221,14 +222,14 @@ class Watchdog:
         own_folder = self._held is None or self._held.is_there()
         if own_folder:
             self._write_stacks(line)
+        says = True
         if self._store is not None:
-            line = self._told_to_all(line)
+            line, says = self._told_to_all(line)
         if own_folder:
             self._write_line(line)
         alone = self._store is None
-        self._end(
-            line, exit_code(line), 0.0 if alone else farewell_s(self._process_id, self._poll_s)
-        )
+        wait_s = 0.0 if alone else farewell_s(self._process_id, self._poll_s)
+        self._end(line if says else "", exit_code(line), wait_s)
 
     def _write_stacks(self, line: str) -> None:
         with contextlib.suppress(OSError):
@@ -243,13 +244,15 @@ class Watchdog:
         with contextlib.suppress(OSError), (self._folder / "watchdog.txt").open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {self._process_id}: {line}\n")
 
-    def _told_to_all(self, line: str) -> str:
+    def _told_to_all(self, line: str) -> tuple[str, bool]:
+        """The line that counts, and whether this process prints it."""
         # in a thread, since the store itself may hang
-        agreed = [line]
+        agreed = [(line, True)]
 
         def tell() -> None:
             assert self._store is not None
-            agreed[0] = agree_on_verdict(self._store, line)
+            verdict = agree_on_verdict(self._store, line)
+            agreed[0] = verdict, first_to_say(self._store, self._process_id)
 
         thread = threading.Thread(target=tell, daemon=True)
         thread.start()

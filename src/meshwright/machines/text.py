@@ -57,6 +57,8 @@ def read_machine(
             raise MeshwrightError(
                 f"machine {text!r} names a chip but not how many; write {one_of(_examples(chip))}"
             )
+        if (counted := _counted(name)) is not None:
+            raise MeshwrightError(f"machine {text!r} is written {counted!r}: the chip comes first")
         raise MeshwrightError(
             f"machine {text!r} is not known{_near(name, own)} {GRAMMAR[0].upper()}{GRAMMAR[1:]}"
         )
@@ -114,6 +116,19 @@ def _shape_for(chip: Chip, sizes: tuple[int, ...], text: str) -> tuple[int, ...]
             f"{count(len(sizes), 'size')} given; write {examples}"
         )
     return sizes
+
+
+def _counted(name: str) -> str | None:
+    """What is meant by a number and a chip that are written another way, such as 8xH100."""
+    found = re.fullmatch(r"([0-9]{1,5}) ?x? ?(\w.*)|(.*\w) ?x ?([0-9]{1,5})", name.lower())
+    if found is None:
+        return None
+    chip, number = find_chip(found[2] or found[3]), int(found[1] or found[4])
+    if chip is None or chip.platform == "tpu" or not number:  # whose shape is not known
+        return None
+    hosts, rest = divmod(number, chip.chips_per_host)
+    many = chip.platform == "gpu" and hosts > 1 and not rest
+    return f"{chip.name}:{hosts}x{chip.chips_per_host}" if many else f"{chip.name}:{number}"
 
 
 def _examples(chip: Chip) -> list[str]:

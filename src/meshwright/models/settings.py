@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, explained
 
 QUANTIZED_BASES = ("int8", "nf4")
 
@@ -38,6 +38,7 @@ class LossConfig:
             raise MeshwrightError(f"loss.chunk={self.chunk} must be at least 1")
 
 
+@explained("mw.LoraConfig(rank=16)")
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
     """Settings of LoRA: what is trained beside frozen weights, and how those are kept."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from meshwright.audits import wire_bytes
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, did_you_mean, explained
 from meshwright.launch import flat_settings
 from meshwright.lazy import without_collector
 from meshwright.machines import Machine, larger
@@ -47,6 +47,7 @@ SLOTS = ("max_adapters", "max_adapter_rank")  # numbers, of adapters that an eng
 MOST_DEVICES = 65536  # to which a larger machine is looked for
 
 
+@explained("mw.plan('llama-3.1-8b', on='h100:8', batch=64, seq=4096)")
 def plan(
     model: Any,
     on: str | Machine,

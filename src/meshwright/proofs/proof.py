@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, explained
 from meshwright.interrupt import before_end
 from meshwright.launch import cache_folder
 from meshwright.machines import Machine, check_slice
@@ -77,6 +77,10 @@ class Proof:
         return _read(self.folder / "program.hlo.gz")
 
 
+_EXAMPLE = "mw.prove(mw.TrainConfig('tiny', mesh='fsdp=8', batch=8), on='cpu:8')"
+
+
+@explained(_EXAMPLE)
 def prove(
     config: Any,
     on: Machine | str,
@@ -91,8 +95,13 @@ def prove(
     does not fit is a Proof that says so; a mistake or any other failure is a MeshwrightError.
     """
     from meshwright.models import model_config, model_to_dict
-    from meshwright.training import config_to_dict
+    from meshwright.training import TrainConfig, config_to_dict
 
+    if not isinstance(config, TrainConfig):
+        raise MeshwrightError(
+            f"prove takes a TrainConfig or a function with its arguments, not {config!r:.60}; "
+            f"write {_EXAMPLE}"
+        )
     machine = Machine.parse(on)
     check_slice(machine.chip, machine.shape, machine.slices, str(machine))
     check_extra(machine)

@@ -28,9 +28,9 @@ class ServedStep:
     mesh: str
     batch: int  # sequences that are decoded together, by all replicas
     seq: int  # most tokens of each
-    weights: str | None = None
+    weights: Any = None  # as in EngineConfig, as is cache
     dtype: str = "auto"
-    cache: str | None = None
+    cache: Any = None
 
     def __post_init__(self) -> None:
         for name in ("batch", "seq"):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax.numpy as jnp
 
-from meshwright.errors import MeshwrightError, did_you_mean, not_installed
+from meshwright.errors import MeshwrightError, did_you_mean, explained, not_installed
 from meshwright.hub import MODEL, local_folder
 from meshwright.models import default_dtype
 from meshwright.serving.adapters import with_adapters
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from meshwright.data import ChatTemplate
 
 
+@explained("mw.load('runs/first')")
 def load(
     model: str | os.PathLike[str],
     mesh: str = "dp=1,fsdp=1,tp=1,sp=1",

@@ -12,7 +12,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from meshwright.data import tokenizer_files
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, explained
 from meshwright.hub import MODEL, local_folder, name_of_snapshot
 from meshwright.models import SOURCE, is_adapter, save_adapter, save_hf, tokenizer_files_of
 from meshwright.serving.source import (
@@ -26,6 +26,7 @@ from meshwright.serving.source import (
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
+@explained("mw.export('runs/first', 'exported')")
 def export(
     run: str | os.PathLike[str],
     folder: str | os.PathLike[str],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, did_you_mean, explained
 from meshwright.hub import hub_name
 from meshwright.launch import convert_paths
 
@@ -15,6 +15,7 @@ _KERNELS = ("auto", "cudnn", "triton", "ragged", "plain")
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
 
 
+@explained("mw.EngineConfig(max_batch=32, max_length=8192)")
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Settings of an engine; see docs/serve/engine.md."""
@@ -32,9 +33,9 @@ class EngineConfig:
     """Part of the device's memory that weights and KV cache may use together."""
     chunk: int = 512
     """Most tokens of prompts that are computed in one step."""
-    weights: str | None = None
+    weights: Literal["int8", "fp8"] | None = None
     """Quantize weights to int8 or fp8, with a scale per output channel; None: as they are."""
-    cache: str | None = None
+    cache: Literal["fp8"] | None = None
     """Round the KV cache to fp8, which takes half the memory; None: in the dtype of weights."""
     max_waiting: int | None = None
     """Most requests that wait; more are refused."""
@@ -196,6 +197,7 @@ class EasyLMConfig:
             )
 
 
+@explained("mw.ServeConfig('runs/first', port=8000)")
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
     """All settings of a server."""

@@ -21,7 +21,7 @@ from meshwright.data import Tokenizer, load_tokenizer, tokenizer_from_json
 from meshwright.errors import MeshwrightError
 from meshwright.files import not_a_model
 from meshwright.hub import ADAPTER as HUB_ADAPTER
-from meshwright.hub import MODEL, hub_name, local_folder, name_of_snapshot
+from meshwright.hub import MODEL, check_folder, hub_name, local_folder, name_of_snapshot
 from meshwright.launch import weights_sample
 from meshwright.layouts import ArraySpec, Layout, Rules, fit, layout_tree, stored
 from meshwright.machines import check_host_memory, host_bytes
@@ -335,17 +335,12 @@ def abstract_params(
 
 
 def _config_file(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        why = "is a file" if folder.exists() else "does not exist"
-        if str(folder) in PRESETS and not folder.exists():
-            raise MeshwrightError(
-                f"{folder} is a preset, which has sizes and no weights; train it (meshwright train "
-                f"{folder} --run FOLDER), or give a folder with weights or a name on the Hub"
-            )
+    if str(folder) in PRESETS and not folder.exists():
         raise MeshwrightError(
-            f"{folder} {why}; give the folder of a run (as in meshwright train --run FOLDER) or of "
-            "a Hugging Face model"
+            f"{folder} is a preset, which has sizes and no weights; train it (meshwright train "
+            f"{folder} --run FOLDER), or give a folder with weights or a name on the Hub"
         )
+    check_folder(folder)
     file = folder / "config.json"
     if not file.is_file():
         raise MeshwrightError(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from meshwright.data import load_chat_template
-from meshwright.errors import MeshwrightError, not_installed
+from meshwright.errors import MeshwrightError, explained, not_installed
 from meshwright.hub import MODEL, local_folder
 from meshwright.interrupt import signal_calls, termination_calls
 from meshwright.launch import (
@@ -48,6 +48,7 @@ from meshwright.serving.source import (
 from meshwright.training.run import print_line
 
 
+@explained("mw.serve(mw.ServeConfig('runs/first'))")
 def serve(config: ServeConfig) -> None:
     """Serve a model over HTTP until a signal ends it: OpenAI's API, EasyLM's routes, a chat page.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.arithmetic import check_seed
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, did_you_mean, explained
 from meshwright.launch import HANG_TIMEOUT_S, check_simulated, convert_paths, flat_settings
 from meshwright.models import LoraConfig, LossConfig
 from meshwright.training.optimizer_config import OptimizerConfig
@@ -141,6 +141,7 @@ class TorchConfig:
     """Free the weights of a layer after its forward pass; the backward pass all-gathers them."""
 
 
+@explained("mw.TrainConfig('tiny', steps=200, run='runs/first')")
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """All settings of a run."""

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal, get_args
 
-from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.errors import MeshwrightError, did_you_mean, explained
 
 ScheduleName = Literal["cosine", "linear", "wsd", "inverse_sqrt", "constant"]
 StoredMoments = Literal["float32", "bfloat16", "int8"]
@@ -12,6 +12,7 @@ DEFAULT_WARMUP = 100
 NAMES = ("adamw", "lion", "adafactor", "muon")
 
 
+@explained("mw.OptimizerConfig(learning_rate=3e-4)")
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
     """Settings of the optimizer and of the learning rate over a run."""

@@ -89,6 +89,14 @@ def test_a_model_without_a_template_continues_the_text() -> None:
         assert (answer.status, answer.data["error"]["param"]) == (400, "tools")
 
 
+def test_a_model_without_a_template_does_not_answer_with_nothing() -> None:
+    with serving(template=None) as server:
+        server.post(CHAT, messages=HI, max_tokens=4)
+        assert server.engine.seen[-1].min_new == 1
+        server.post(CHAT, messages=HI, max_tokens=4, min_tokens=0)
+        assert server.engine.seen[-1].min_new == 0
+
+
 def streamed(server: Running, **body: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The chunks, and the message that a client puts together from them."""
     *chunks, done = server.post(CHAT, stream=True, **body).events

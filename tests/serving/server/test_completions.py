@@ -214,6 +214,7 @@ def test_the_default_number_of_tokens_fits_a_long_prompt(server: Running) -> Non
         ({"prompt": "a", "suffix": "b"}, "suffix", "suffix"),
         ({"prompt": "a", "best_of": 3}, "best_of", "best_of"),
         ({"prompt": "a", "temperature": "hot"}, "temperature", "temperature"),
+        ({"prompt": "a", "temperature": 9}, "'temperature'", "temperature"),
         ({"prompt": "a", "temprature": 1}, "did you mean 'temperature'?", "temprature"),
         ({"prompt": "a", "logit_bias": {"999": 1}}, "token 999", "logit_bias"),
         ({"prompt": "a", "stop": ""}, "stop text is empty", "stop"),

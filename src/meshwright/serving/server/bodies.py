@@ -56,7 +56,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
     max_tokens: Natural | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None  # as OpenAI and vLLM limit it
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None

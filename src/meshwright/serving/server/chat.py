@@ -81,8 +81,10 @@ def _request(
         raise bad_request("max_tokens=0 generates nothing; give 1 or more", "max_tokens")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     stop_tokens, stop = (frozenset(), ()) if body.ignore_eos else service.answer_stops
+    # a text that is continued may be complete: its end would be an answer of nothing
+    min_new = int(service.template is None)
     return Request(
-        tokens, max_new=max_new, logprobs=logprobs, grammar=grammar, stop=stop,
+        tokens, max_new=max_new, min_new=min_new, logprobs=logprobs, grammar=grammar, stop=stop,
         stop_tokens=stop_tokens, prompt_logprobs=service.prompt_logprobs(body),
     )  # fmt: skip
 

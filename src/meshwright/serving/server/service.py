@@ -269,12 +269,13 @@ class Service:
                     "min_tokens",
                 )
             seed = secrets.randbits(32) if body.seed is None else body.seed
+            min_new = base.min_new if body.min_tokens is None else body.min_tokens
             for choice in range(body.n or 1):
                 own = dataclasses.replace(sampling, seed=(seed + choice) % 2**32)
                 request = dataclasses.replace(
                     base, sampling=own, stop=(*base.stop, *stop),
                     stop_tokens=base.stop_tokens | stop_tokens,
-                    ignore_end=bool(body.ignore_eos), min_new=body.min_tokens or 0,
+                    ignore_end=bool(body.ignore_eos), min_new=min_new,
                     include_stop=bool(body.include_stop_str_in_output), allowed=allowed,
                     special_tokens=body.skip_special_tokens is False, banned=banned,
                     cache_salt=body.cache_salt or "", id=request_id("seq"), adapter=adapter,
