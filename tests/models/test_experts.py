@@ -297,6 +297,33 @@ def test_experts_with_a_capacity_compute_what_a_dense_reference_does() -> None:
         assert (kept.sum() == 60) == (capacity == 100)
 
 
+def test_padding_of_a_decode_step_goes_through_no_expert() -> None:
+    random = np.random.default_rng(6)
+    kind, embed, size = ExpertsKind(4, 2), 8, 6
+    shapes = {"router": (embed, 4), "gate": (4, embed, size), "up": (4, embed, size)}
+    shapes["down"] = (4, size, embed)
+    w = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    x = random.normal(size=(1, 6, embed)).astype(np.float32)
+    padding = np.array([[False, False, True, False, True, True]])
+    for text in ("dp=1,fsdp=1,tp=1,sp=1", "dp=1,fsdp=1,tp=2,sp=1"):
+        mesh = mw.mesh(text, devices=jax.devices()[: 1 + ("tp=2" in text)], axis_types="explicit")
+        compute = Compute(decoder_rules())
+
+        def run(*padding: jax.Array, mesh: Any = mesh, compute: Compute = compute) -> Any:
+            with jax.set_mesh(mesh):
+                arrays = jax.tree.map(jnp.asarray, (x, w))
+                of = jax.jit(lambda x, w, *p: mixture(x, w, MlpKind(size), kind, compute, *p))
+                found, sums = of(*arrays, *padding)
+            return np.asarray(found), np.asarray(sums.chosen)[0]
+
+        whole, _ = run()
+        found, times = run(jnp.asarray(padding))
+        np.testing.assert_allclose(found[~padding], whole[~padding], rtol=1e-5)
+        assert not found[padding].any()
+        assert whole[padding].any()
+        assert times.sum() == 2 * 3  # choices of the three tokens
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["ring", "all-to-all"])
 @pytest.mark.parametrize("mesh", ["dp=1,fsdp=2,ep=4,tp=1,sp=1", "dp=1,fsdp=2,ep=2,tp=2,sp=1"])

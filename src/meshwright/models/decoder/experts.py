@@ -24,6 +24,7 @@ from meshwright.models.lora import Adapted
 from meshwright.models.loss import ExtraLoss, LossSums, Metric
 from meshwright.models.settings import LossConfig
 from meshwright.ops import (
+    FEW_TOKENS,
     Mlp,
     Quantized,
     Rows,
@@ -87,11 +88,12 @@ def mixture(
     arrays = {"x": normed, **_device_weights(w, compute, split)}
     # length is whole on a device where there is a capacity
     most = expert_capacity(compute.capacity, normed.shape[1], experts.per_token, experts.count)
+    if padding is not None and exchange is None and padding.size <= FEW_TOKENS:
+        # of more tokens, almost all experts are read
+        arrays["padding"] = reshard(padding, P(batch, length))
     # the kernels for few tokens are without factors
     is_adapted = any(isinstance(w[name], Adapted) for name in _MATRICES if name in w)
-    serving = padding is not None and not is_adapted
-    if serving:
-        arrays["padding"] = reshard(padding, P(batch, length))
+    may_be_few = "padding" in arrays and not is_adapted and not summed
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:
         x = arrays["x"]
@@ -102,8 +104,7 @@ def mixture(
         }
         own, *sizes = arrays["down"].shape
         count = math.prod((*x.shape[:2], *(lax.axis_size(axis) for axis in along_tp)))
-        few = serving and few_tokens_unavailable(count, compute.dtype, *sizes) is None
-        few &= exchange is None and not summed
+        few = may_be_few and few_tokens_unavailable(count, compute.dtype, *sizes) is None
         chosen, weights, sums = _route(arrays, experts, summed, few)
         if compute.capacity:
             full = over_capacity(chosen.reshape(*x.shape[:2], -1), most).reshape(chosen.shape)
@@ -129,6 +130,8 @@ def mixture(
 
         mlp = Mlp(run, alignment)
         room = own * most * x.shape[0] if compute.capacity else None
+        if "padding" in arrays:
+            room = chosen.size  # all of it may be dropped
         y = through_experts(flat, chosen, weights, mlp, own, split, exchange, room)
         out = reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target)
         return out, sums
@@ -180,17 +183,17 @@ def _route(
     logits = _logits(x.reshape(-1, x.shape[-1]), arrays, summed)
     bias = arrays.get("selection_bias")
     bias = None if bias is None else varying_like(bias, logits)
+    padding = arrays["padding"].reshape(-1) if "padding" in arrays else None
     if few and experts.groups == 1:
         chosen, weights = top_experts(
             logits, bias, experts.per_token, softmax=experts.scores == "softmax",
-            normalized=experts.normalized, scale=experts.scale,
-            padding=arrays["padding"].reshape(-1),
+            normalized=experts.normalized, scale=experts.scale, padding=padding,
         )  # fmt: skip
         scores = jnp.zeros_like(logits)  # nobody asks for them
     else:
         chosen, weights, scores = choose(logits, experts, bias)
-        if few:
-            chosen = jnp.where(arrays["padding"].reshape(-1, 1), experts.count, chosen)
+        if padding is not None:
+            chosen = jnp.where(padding[:, None], experts.count, chosen)
     times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
     squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
     return chosen, weights, RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])

@@ -233,7 +233,8 @@ def _kernel(
     if window is not None:
         before = jnp.maximum((length - window) // size - own, 0)  # pages
         start = pl.cdiv(before, splits)
-    stop = pl.cdiv(jnp.maximum(pl.cdiv(length, size) - own, 0), splits)
+    pages = jnp.minimum(pl.cdiv(length, size), table_ref.shape[0])
+    stop = pl.cdiv(jnp.maximum(pages - own, 0), splits)
     zeros = jnp.zeros(queries, jnp.float32)
     carry = jnp.zeros((queries, head_dim), jnp.float32), zeros + _LOWEST, zeros
     out, most, total = lax.fori_loop(start, stop, page, carry)
