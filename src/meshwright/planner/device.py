@@ -346,8 +346,9 @@ class DeviceStack:
         """Numbers of them for a token."""
         device, dims = self.device, self.device.sizes.dims
         blocks = query_gradients(device.workload.lengths[self.sizes.field])
-        in_parts = device.strategy in ("ring", "allgather")
-        if in_parts or blocks < 2 or plain_attention(device.workload, device.choice):
+        if device.strategy in ("ring", "allgather") or device.exchange:
+            return 0  # in parts; or in the place of what an exchange of experts is done with
+        if blocks < 2 or plain_attention(device.workload, device.choice):
             return 0
         return blocks * dims["heads"] * round_up(dims["head_dim"], LANES)
 

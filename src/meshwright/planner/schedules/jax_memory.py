@@ -222,14 +222,14 @@ def _waiting_head(step: StepModel) -> Number:
     """Bytes of the LM head's gradient during the backward pass.
 
     A device has its shard of it. That of a tied one waits, not sharded, and so does what a TPU's
-    compiler all-reduces: as it was summed, unless layers wait for the host's memory as well.
+    compiler all-reduces: in float32 as it was summed, over several slices as it is sent.
     """
     device = step.device
     head = _head_gradient(device)
     if not device.is_sharded or device.sizes.is_tied:
         return head * device.table
     if head and device.is_tpu and all_reduces(device.choice, device.machine):
-        return (head if device.offloads else device.float32) * device.table
+        return (device.float32 if device.machine.slices == 1 else head) * device.table
     return head * step.trained_tables
 
 
