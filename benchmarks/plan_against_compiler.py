@@ -93,6 +93,15 @@ CASES = [
     case("llama-3.1-8b", "v6e:16x16", "dp=1,fsdp=8,tp=1,sp=32", 8, 131072),
     case("llama-3.2-3b", "v6e:8x8", "dp=1,fsdp=4,tp=1,sp=16", 8, 131072),
     case("llama-3.1-8b", "v5p:4x4x4", "dp=1,fsdp=8,tp=1,sp=8", 8, 32768, context_parallel="ring"),
+    # a ring in each micro-batch
+    case(
+        "llama-3.2-1b", "v5e:4x4", "dp=1,fsdp=4,tp=1,sp=4", 16, 16384, accumulation=2,
+        context_parallel="ring",
+    ),
+    case(
+        "qwen3-1.7b", "v6e:4x4", "dp=1,fsdp=2,tp=1,sp=8", 8, 32768, accumulation=2,
+        context_parallel="ring",
+    ),
     # a length that the fused kernel pads
     case("llama-3.2-1b", "v5e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 16, 4000),
 ]  # fmt: skip
@@ -160,6 +169,7 @@ OFFLOAD_CASES = [
     case("llama-3.1-8b", "v6e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 64, 8192, "offload"),
     case("qwen3-14b", "v5e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 128, 4096, "offload"),
     case("llama-3.1-70b", "v6e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 64, 8192, "offload"),
+    case("llama-3.1-405b", "2*v6e:16x16", "dp=1,fsdp=512,tp=1,sp=1", 512, 8192, "offload"),
 ]
 
 # LoRA of rank 16 beside frozen weights in 8 and 4 bits

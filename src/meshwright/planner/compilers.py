@@ -51,6 +51,16 @@ def scattered_by(ways: int, machine: Machine) -> str:
     return "all-reduce" if machine.shape == (2, 2, 2) or ways >= SMALLEST else "reduce-scatter"
 
 
+def all_reduces(choice: Choice, machine: Machine) -> bool:
+    """Whether gradients over fsdp alone are all-reduced within a slice, and sliced afterwards."""
+    ways, across = choice.size("fsdp"), _across(choice, machine)["fsdp"]
+    if ways < choice.shards:
+        return False
+    if across == 1:
+        return scattered_by(ways, machine) == "all-reduce"
+    return ways // across >= max(machine.devices_per_slice, SMALLEST)
+
+
 def rewritten(step: StepModel, written: list[Collective]) -> list[Collective]:
     """The collectives of XLA's train step, as the machine's compiler has them."""
     choice, machine = step.choice, step.machine

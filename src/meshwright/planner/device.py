@@ -267,6 +267,9 @@ class DeviceStack:
         """Of those, the ones that are there while attention is computed."""
         if self.device.machine.chip.platform == "cpu":
             return 0  # it is done with the mlp before
+        one_array = self.sizes.mlp.inner / self.mlp_chunks
+        if self.device.is_tpu and self._query_gradients > one_array:
+            return self.mlp_arrays  # those it is done with leave gaps that are too small
         return self.sizes.mlp.arrays_inside + (1 if self.device.is_tpu else 2)
 
     def heads(self, queries: int, keys: int) -> Number:
@@ -334,17 +337,20 @@ class DeviceStack:
 
     @property
     def query_gradients(self) -> Number:
-        """Bytes of the gradients of queries by a TPU's fused kernel, one for each block of keys.
+        """Bytes of the gradients of queries by a TPU's fused kernel, one for each block of keys."""
+        device, numbers = self.device, self._query_gradients
+        return device.used * self.tokens * device.number(numbers) / device.tp if numbers else 0
 
-        Where query heads share keys they are copied to be summed.
-        """
+    @functools.cached_property
+    def _query_gradients(self) -> int:
+        """Numbers of them for a token."""
         device, dims = self.device, self.device.sizes.dims
-        length = device.workload.lengths[self.sizes.field]
-        arrays = query_gradients(length) * (1 + (dims["heads"] > dims["kv_heads"]))
-        in_parts = device.strategy in ("ring", "allgather")
-        if in_parts or arrays < 2 or plain_attention(device.workload, device.choice):
+        blocks = query_gradients(device.workload.lengths[self.sizes.field])
+        if device.strategy in ("ring", "allgather") or device.exchange:
+            return 0  # in parts; or in the place of what an exchange of experts is done with
+        if blocks < 2 or plain_attention(device.workload, device.choice):
             return 0
-        return device.used * self.tokens * self.heads(arrays, 0)
+        return blocks * dims["heads"] * round_up(dims["head_dim"], LANES)
 
     @property
     def recomputed_attention(self) -> Number:

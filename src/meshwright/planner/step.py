@@ -255,8 +255,12 @@ class StepModel:
     @functools.cached_property
     def fullest(self) -> Kinds:
         """What is live at the moment with the most of it."""
-        chip = self.machine.chip
-        by = chip if self.machine.is_tpu else kernels_of(self.workload, self.choice)
+        machine, chip = self.machine, self.machine.chip
+        by = (
+            (chip, machine.shape, machine.slices)
+            if machine.is_tpu
+            else kernels_of(self.workload, self.choice)
+        )
 
         def highest() -> Kinds:
             return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))

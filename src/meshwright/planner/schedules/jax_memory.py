@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from meshwright.ops import keeps_logit_gradients
 from meshwright.ops.attention import sequence_order
 from meshwright.planner.attention import split_of
+from meshwright.planner.compilers import all_reduces
 from meshwright.planner.device import ITEM_BYTES, Device
 from meshwright.planner.efficiency import hides, told_to_overlap
 from meshwright.planner.step import Kinds, StepModel
@@ -111,7 +112,8 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
             by_layer = device.frees_by_layer and name != "end"
             summed = step.trained_tables if by_layer else step.gradients
             moment["gradients"] = max(moment["gradients"], used * summed)
-        if device.workload.overlap and told_to_overlap(device.machine.chip) and device.is_sharded:
+        overlaps = device.workload.overlap and told_to_overlap(device.machine.chip)
+        if overlaps and device.is_sharded and name in ("loss", "end"):
             # what is sharded is all-gathered before it is needed
             moment["all-gathered weights"] = (
                 moment.get("all-gathered weights", 0) + AHEAD * used * table
@@ -160,22 +162,21 @@ def _backward(step: StepModel, number: int) -> Kinds:
         copies: Number = 0
     else:
         done = step.gradients_from(number)
-        copies = (2 if device.is_sharded else 1) * stack.layer
-        if stack.sizes.gradient_weights < stack.sizes.weights:  # all-gathered, and gradients
+        # on a TPU gradients take the place of what is all-gathered, but in an exchange of experts
+        in_place = device.is_sharded and device.is_tpu and not device.exchange
+        copies = (2 if device.is_sharded and not in_place else 1) * stack.layer
+        if stack.sizes.gradient_weights < stack.sizes.weights and not in_place:
             copies = copies - stack.layer + stack.layer_gradients
         if device.exchange == "ring" and stack.sizes.experts:
             # its loop has the sum of the experts' gradients beside those of a device's tokens, and
             # their weights transposed
             copies = copies + 2 * stack.experts
-    # a device has only its part of the LM head's gradient; that of a tied one waits, not sharded
-    scattered = device.is_sharded and not device.sizes.is_tied
-    head = _head_gradient(device)
     return {
         "saved activations": step.saved_up_to[number],
         "gradients": used * done,
         "all-gathered weights": copies,
         "working activations": stack.working(stack.mlp_arrays),
-        "loss": head * step.trained_tables if scattered else head * device.table,
+        "loss": _waiting_head(step),
     }
 
 
@@ -215,6 +216,21 @@ def _head_gradient(device: Device) -> Number:
     alone = choice.size("dp", "fsdp", "sp") == 1
     summed = alone and not device.is_tpu and not _head_at_once(device)
     return device.float32 if summed else device.used
+
+
+def _waiting_head(step: StepModel) -> Number:
+    """Bytes of the LM head's gradient during the backward pass.
+
+    A device has its shard of it. That of a tied one waits, not sharded, and so does what a TPU's
+    compiler all-reduces: in float32 as it was summed, over several slices as it is sent.
+    """
+    device = step.device
+    head = _head_gradient(device)
+    if not device.is_sharded or device.sizes.is_tied:
+        return head * device.table
+    if head and device.is_tpu and all_reduces(device.choice, device.machine):
+        return (device.float32 if device.machine.slices == 1 else head) * device.table
+    return head * step.trained_tables
 
 
 def _gap_of_embedding(device: Device) -> int:
