@@ -295,8 +295,11 @@ class _Ask:
         return checkpoint_bytes(self.workload(_ONE_GPU)[0])
 
     def workload(self, machine: Machine) -> tuple[Workload, Constraints]:
-        workload, limits = _workload(self.config, machine, self.limits, self.model)
-        return dataclasses.replace(workload, memo=self.memo), limits
+        key = "workload", machine.chip  # nothing that is checked depends on the number of chips
+        if key not in self.memo:
+            self.memo[key] = _workload(self.config, machine, self.limits, self.model)
+        workload, limits = self.memo[key]
+        return dataclasses.replace(workload, machine=machine, memo=self.memo), limits
 
     def offer(
         self, machine: Machine, below: float = math.inf, bounds: Bounds | None = None
