@@ -173,7 +173,7 @@ def test_replicas_that_meet_the_waits_for_few_requests_alone_are_not_offered() -
 
 
 def test_the_command_prints_replicas_and_names_what_is_missing(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = ["tiny", "--serve", "--on", "h100:1", "--requests", "5"]
     words = [*served, "--prompt", "64", "--output", "8", "--batch", "32"]
@@ -182,6 +182,18 @@ def test_the_command_prints_replicas_and_names_what_is_missing(
     plan_command([*words, "--json"])
     data = json.loads(capsys.readouterr().out)
     assert data["deployments"][0]["chips"] == 1
+    monkeypatch.setenv("COLUMNS", "80")
+    plan_command([word if word != "h100:1" else "rtx-pro-6000:1" for word in words])
+    out = capsys.readouterr().out
+    heading, row = (
+        next(line for line in out.splitlines() if name in line)
+        for name in ("replicas", "rtx-pro-6000:1")
+    )
+    assert max(map(len, out.splitlines())) <= 80
+    assert heading.split()[:4] == ["replica", "mesh", "batch", "replicas"]
+    assert " ".join(heading.split()).endswith("$/h $/M tokens")
+    assert row.split()[2] == "32"
+    assert "…" not in heading + row
     plan_command([*words, "--engine.cache", "fp8"])
     assert "--engine.cache fp8" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(MeshwrightError, match="add --prompt 1000 and --output 200"):

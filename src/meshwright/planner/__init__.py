@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         curve,
         machines_named,
         planned_sizes,
+        without_price,
     )
     from meshwright.planner.memory import memory
     from meshwright.planner.planner import check_kind, plan, plan_config
@@ -69,6 +70,7 @@ __all__ = [
     "planned_to_serve",
     "sequences",
     "staged",
+    "without_price",
 ]
 
 import_when_used(__name__)

@@ -115,6 +115,7 @@ class Deployments:
     load: Load
     found: tuple[Deployment, ...]
     refused: tuple[NoOffer, ...]
+    unpriced: tuple[str, ...] = ()  # chips that `any` leaves out
 
     @property
     def best(self) -> Deployment:
