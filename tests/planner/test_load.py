@@ -6,13 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshwright.cli.plan import plan_command
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS, Machine
 from meshwright.models import DecoderConfig
-from meshwright.planner import Load, Workload, deployments, load
+from meshwright.planner import Load, Workload, deployments, load, simulation
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.serving import search_serving
 from meshwright.serving import EngineConfig, ScheduledSequence, ScheduledStep
@@ -38,12 +39,52 @@ def test_one_place_and_one_token_are_a_queue_with_a_known_wait(
 ) -> None:
     """M/D/1: the mean wait before service is u / (2 (1 - u)) services (Pollaczek-Khinchine)."""
     one = replica(1, 512)
-    monkeypatch.setattr(one.costs, "seconds", lambda step: 1.0)
+    monkeypatch.setattr(one.costs, "counted", lambda *step: 1.0)
     asked = Load(rate=1.0, prompt=100, output=1, spread=0.0)
     waits = one.waits(asked, utilisation, 10_000)
     mean = sum(waits.first) / len(waits.first)
     assert mean == pytest.approx(1 + utilisation / (2 * (1 - utilisation)), rel=0.07)
     assert waits.busy == pytest.approx(utilisation, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("max_batch", "prompt", "output", "rate"),
+    [(1, 513, 3, 20), (2, 1, 1, math.inf), (4, 100, 20, 30), (32, 600, 40, 12), (32, 9, 2, 1e-3)],
+)
+def test_counted_steps_are_those_of_the_scheduler(
+    max_batch: int, prompt: int, output: int, rate: float
+) -> None:
+    """Prompts of 1 token, of one more than a chunk, in several chunks; batches that are full."""
+    one = replica(max_batch, 2048)
+    spread = 0.0 if prompt == 513 else 0.75
+    requests = list(Load(1, prompt, output, spread=spread).requests(rate, 60))
+    counts = simulation.counted(one.simulator, requests)
+    steps = simulation.scheduled(one.simulator, requests)
+    assert counts is not None
+    np.testing.assert_array_equal(counts.first, steps.first)
+    np.testing.assert_array_equal(counts.between, steps.between)
+    assert (counts.seconds, counts.busy) == (steps.seconds, steps.busy)
+
+
+def test_a_simulation_ends_when_the_waits_cannot_be_met() -> None:
+    """Also where the limit is the wait itself, and where pages run out."""
+    one = replica(4, 2048)
+    requests = list(Load(1, 300, 20).requests(30, 60))
+    waits = simulation.counted(one.simulator, requests)
+    assert waits is not None
+    for percentile in (50, 90, 99):
+        first, each = waits.first_token(percentile), waits.per_token(percentile)
+        met = simulation.Limits(first, each, percentile)
+        assert waits.meet(met)
+        assert simulation.counted(one.simulator, requests, met) is not None
+        for less in ({"first_token": first * 0.999}, {"per_token": each * 0.999}):
+            missed = dataclasses.replace(met, **less)
+            assert not waits.meet(missed)
+            assert simulation.counted(one.simulator, requests, missed) is None
+    few = dataclasses.replace(one.simulator, pages=12)  # for two of the longest
+    preempted = few.simulate(requests)
+    assert preempted is not None
+    assert preempted.first_token(50) > waits.first_token(50)
 
 
 def test_a_step_costs_what_the_plan_says() -> None:
@@ -132,7 +173,7 @@ def test_replicas_that_meet_the_waits_for_few_requests_alone_are_not_offered() -
 
 
 def test_the_command_prints_replicas_and_names_what_is_missing(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = ["tiny", "--serve", "--on", "h100:1", "--requests", "5"]
     words = [*served, "--prompt", "64", "--output", "8", "--batch", "32"]
@@ -141,6 +182,18 @@ def test_the_command_prints_replicas_and_names_what_is_missing(
     plan_command([*words, "--json"])
     data = json.loads(capsys.readouterr().out)
     assert data["deployments"][0]["chips"] == 1
+    monkeypatch.setenv("COLUMNS", "80")
+    plan_command([word if word != "h100:1" else "rtx-pro-6000:1" for word in words])
+    out = capsys.readouterr().out
+    heading, row = (
+        next(line for line in out.splitlines() if name in line)
+        for name in ("replicas", "rtx-pro-6000:1")
+    )
+    assert max(map(len, out.splitlines())) <= 80
+    assert heading.split()[:4] == ["replica", "mesh", "batch", "replicas"]
+    assert " ".join(heading.split()).endswith("$/h $/M tokens")
+    assert row.split()[2] == "32"
+    assert "…" not in heading + row
     plan_command([*words, "--engine.cache", "fp8"])
     assert "--engine.cache fp8" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(MeshwrightError, match="add --prompt 1000 and --output 200"):

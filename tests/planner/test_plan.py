@@ -373,12 +373,11 @@ def test_what_a_plan_proposes_can_be_planned(
         return
     if not proposal.endswith("would fit"):
         return  # no mesh has these axes, or none fits
-    mesh = re.search("mesh '(.*?)'", proposal)
+    meshes = re.findall("'(dp=.*?)'", proposal)
     for name, numbers in re.findall(r"(batch|seq)=(\d+(?: or \d+)*)", proposal):
         job[name] = int(numbers.split(" or ")[-1])
-    plan(
-        "tiny", f"cpu:{devices}", **job, mesh=mesh[1] if mesh else limits, accumulation=accumulation
-    )
+    for mesh in meshes or [limits]:
+        plan("tiny", f"cpu:{devices}", **job, mesh=mesh, accumulation=accumulation)
 
 
 @pytest.mark.parametrize(
@@ -487,6 +486,10 @@ def test_a_model_that_fits_nowhere_is_told_how_many_devices_would_do() -> None:
         ({"seq": 1.5}, "seq is 1.5; it must be int"),
         ({"mesh": "pt=2"}, "'pt' is not an axis; did you mean 'tp'?"),
         ({"mesh": "tp=3"}, "no mesh of 64 devices lies within 'tp=3'"),
+        # 8 KV heads
+        ({"mesh": "tp=128"}, "to 64; mesh 'dp=1,fsdp=8,tp=8,sp=1', 'dp=2,fsdp=4,tp=8,sp=1' or"),
+        ({"mesh": "sp=128"}, "'dp=1,fsdp=1,tp=1,sp=64'"),
+        ({"mesh": "fsdp=128"}, "would fit; 'fsdp=128' fits on 'v5p:4x4x8'"),
         (
             {"mesh": "tp=16"},
             "kv_heads=8 cannot be split in tp=16, but in 2, 4 or 8; mesh 'dp=1,fsdp=64,tp=1,sp=1' would fit",

@@ -2,38 +2,38 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.audits.collective import (
-    OPERATIONS,
-    Collective,
-    Payload,
-    Phase,
-    SentCollective,
-    wire_bytes,
-)
-from meshwright.audits.expected import BOOKKEEPING, expected_of, judged
-from meshwright.audits.groups import axes_between, part_of_axes, replica_groups
-from meshwright.audits.loops import instructions, trip_count
-from meshwright.audits.memory import Buffer, Replicated
-from meshwright.audits.program import Instruction, Program, array_bytes, arrays_of, read_program
-from meshwright.audits.read import collectives
-from meshwright.audits.result import Audit, Sum
-from meshwright.audits.text import (
-    buffers_table,
-    headline,
-    marks,
-    merged,
-    objections,
-    replicated_table,
-    row_line,
-    rows_table,
-    short_source,
-    sums_table,
-)
 from meshwright.lazy import import_when_used
 
 if TYPE_CHECKING:
+    from meshwright.audits.collective import (
+        OPERATIONS,
+        Collective,
+        Payload,
+        Phase,
+        SentCollective,
+        wire_bytes,
+    )
     from meshwright.audits.compiled import audit, jax_stage
+    from meshwright.audits.expected import BOOKKEEPING, expected_of, judged
+    from meshwright.audits.groups import axes_between, part_of_axes, replica_groups
+    from meshwright.audits.loops import instructions, trip_count
+    from meshwright.audits.memory import Buffer, Replicated
+    from meshwright.audits.program import Instruction, Program, array_bytes, arrays_of, read_program
+    from meshwright.audits.read import collectives
+    from meshwright.audits.result import Audit, Sum
     from meshwright.audits.step import expected_of_step
+    from meshwright.audits.text import (
+        buffers_table,
+        headline,
+        marks,
+        merged,
+        objections,
+        replicated_table,
+        row_line,
+        rows_table,
+        short_source,
+        sums_table,
+    )
 
 __all__ = [
     "BOOKKEEPING", "OPERATIONS", "Audit", "Buffer", "Collective", "Instruction", "Payload", "Phase",

@@ -284,11 +284,12 @@ def _compare(
             raise MeshwrightError(f"{flag} is of one machine with a size, as in --on h100:8")
     limits, stack = take(words, "--mesh"), take(words, "--like") or ""
     config, named = _config(words, run, "train")
-    from meshwright.planner import compare, constraints_of, curve, machines_named
+    from meshwright.planner import compare, constraints_of, curve, machines_named, without_price
 
     allowed = constraints_of(config, named, limits)
     machines = machines_named(names, catalogue)
     found = compare(config, machines, run, allowed, catalogue=catalogue, like=stack)
+    found = dataclasses.replace(found, unpriced=without_price(names, catalogue))
     return found, curve(config, found.best.machine, allowed, like=stack) if curves else None
 
 
@@ -339,6 +340,7 @@ def _serve_load(
         constraints_of,
         deployments,
         machines_named,
+        without_price,
     )
     from meshwright.planner.report import load_data, load_report
 
@@ -351,6 +353,7 @@ def _serve_load(
         config, _with_progress(machines), load, limits, catalogue=catalogue,
         batches=None if batch is None else (batch,), weights=weights, cache=cache,
     )  # fmt: skip
+    offers = dataclasses.replace(offers, unpriced=without_price(names, catalogue))
     if as_json:
         print(json.dumps(load_data(offers)))
         return

@@ -48,6 +48,7 @@ def convert_paths(config: Any) -> None:
             raise MeshwrightError(f"{name}={value!r} is not a path; give text or a pathlib.Path")
 
 
+@functools.cache
 def _field_types(kind: type) -> dict[str, tuple[type, ...]]:
     """The types that each field of a dataclass may have."""
     hints = typing.get_type_hints(kind)

@@ -1,29 +1,35 @@
 """Choose a mesh before there is a machine: what each would hold, send and take, and why."""
 
-from meshwright.audits import Collective
-from meshwright.planner.auto import planned, planned_to_serve
-from meshwright.planner.compilers import in_stages, staged
-from meshwright.planner.constraints import constraints_of
-from meshwright.planner.goodput import LongRun
-from meshwright.planner.links import over, place_axes
-from meshwright.planner.load import Deployment, Deployments, Load, deployments
-from meshwright.planner.long_run import batch_for, sequences
-from meshwright.planner.machines_compared import (
-    Comparison,
-    Offer,
-    Run,
-    Size,
-    compare,
-    curve,
-    machines_named,
-    planned_sizes,
-)
-from meshwright.planner.memory import memory
-from meshwright.planner.planner import check_kind, plan, plan_config
-from meshwright.planner.program import ProgramPlan, plan_partitioned
-from meshwright.planner.result import Estimate, Memory, Plan, Refusal
-from meshwright.planner.step import StepModel
-from meshwright.planner.workload import CHOSEN, Choice, Workload, apply
+from typing import TYPE_CHECKING
+
+from meshwright.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from meshwright.audits import Collective
+    from meshwright.planner.auto import planned, planned_to_serve
+    from meshwright.planner.compilers import in_stages, staged
+    from meshwright.planner.constraints import constraints_of
+    from meshwright.planner.goodput import LongRun
+    from meshwright.planner.links import over, place_axes
+    from meshwright.planner.load import Deployment, Deployments, Load, deployments
+    from meshwright.planner.long_run import batch_for, sequences
+    from meshwright.planner.machines_compared import (
+        Comparison,
+        Offer,
+        Run,
+        Size,
+        compare,
+        curve,
+        machines_named,
+        planned_sizes,
+        without_price,
+    )
+    from meshwright.planner.memory import memory
+    from meshwright.planner.planner import check_kind, plan, plan_config
+    from meshwright.planner.program import ProgramPlan, plan_partitioned
+    from meshwright.planner.result import Estimate, Memory, Plan, Refusal
+    from meshwright.planner.step import StepModel
+    from meshwright.planner.workload import CHOSEN, Choice, Workload, apply
 
 __all__ = [
     "CHOSEN",
@@ -64,4 +70,7 @@ __all__ = [
     "planned_to_serve",
     "sequences",
     "staged",
+    "without_price",
 ]
+
+import_when_used(__name__)

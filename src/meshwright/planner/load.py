@@ -13,26 +13,23 @@ tokens, and pages run out, as in the engine.
 import dataclasses
 import math
 import random
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.lazy import without_collector
 from meshwright.machines import Catalogue, Chip, Machine, Price, machine_sizes
 from meshwright.models import encodes_prompts, model_config, override
-from meshwright.planner import efficiency
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.machines_compared import NoOffer
-from meshwright.planner.memory import largest_batch
 from meshwright.planner.planner import engine_setting
 from meshwright.planner.result import Estimate
 from meshwright.planner.schedules.engine import Costs
 from meshwright.planner.serving import search_serving
+from meshwright.planner.simulation import Limits, Request, Simulator, Waits
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Workload
 from meshwright.present import seconds_text
-from meshwright.serving import IN_FLIGHT, EngineConfig, PagePool, ScheduledSequence, Scheduler
+from meshwright.serving import EngineConfig
 from meshwright.training import TrainConfig
 
 BATCHES = (32, 128, 256)  # max_batch of an engine, where none is given
@@ -64,11 +61,15 @@ class Load:
             raise MeshwrightError(f"percentile={self.percentile} must be between 0 and 100")
 
     @property
+    def limits(self) -> Limits:
+        return Limits(self.first_token, self.per_token, self.percentile)
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence."""
         return sum(math.ceil((1 + self.spread) * size) for size in (self.prompt, self.output))
 
-    def requests(self, rate: float, count: int) -> Iterator[tuple[float, int, int]]:
+    def requests(self, rate: float, count: int) -> Iterator[Request]:
         """When each comes, and the tokens of its prompt and answer; the same at every call."""
         drawn, now = random.Random(0), 0.0
         for _ in range(count):
@@ -78,32 +79,6 @@ class Load:
                 for size in (self.prompt, self.output)
             )
             yield now, prompt, output
-
-
-@dataclasses.dataclass(frozen=True)
-class Waits:
-    """What clients saw: seconds to first tokens, and between tokens, each in ascending order."""
-
-    first: tuple[float, ...]
-    between: tuple[float, ...]
-    seconds: float  # from the first request to the last token
-    busy: float  # part of that in which the devices computed
-
-    def first_token(self, percentile: float) -> float:
-        return _percentile(self.first, percentile)
-
-    def per_token(self, percentile: float) -> float:
-        return _percentile(self.between, percentile)
-
-    def meets(self, load: Load) -> bool:
-        at = load.percentile
-        return self.first_token(at) <= load.first_token and self.per_token(at) <= load.per_token
-
-
-def _percentile(values: tuple[float, ...], percentile: float) -> float:
-    if not values:
-        return 0.0
-    return values[min(len(values) - 1, math.ceil(percentile / 100 * len(values)) - 1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +115,7 @@ class Deployments:
     load: Load
     found: tuple[Deployment, ...]
     refused: tuple[NoOffer, ...]
+    unpriced: tuple[str, ...] = ()  # chips that `any` leaves out
 
     @property
     def best(self) -> Deployment:
@@ -214,9 +190,7 @@ def _order(one: Deployment) -> tuple[bool, float, int, int]:
     return hourly is None, hourly or 0.0, one.chips, one.max_batch
 
 
-def replay(
-    config: TrainConfig, machine: Machine, requests: Sequence[tuple[float, int, int]]
-) -> Waits:
+def replay(config: TrainConfig, machine: Machine, requests: Sequence[Request]) -> Waits:
     """What clients of one replica would see of requests whose times and lengths are known.
 
     Each is the second it comes, and the tokens of its prompt and answer; config.batch is max_batch.
@@ -277,18 +251,24 @@ def _cheapest(
 
     best, why = None, ""
     for one in sorted(tried, key=lambda one: (fewest(one), one.engine.max_batch)):
-        if best is not None and fewest(one) >= best.chips:
+        below = math.inf if best is None else best.chips / one.machine.num_chips
+        if fewest(one) >= below * one.machine.num_chips:
             break
+        highest = one.highest_rate(load, below)
+        if math.ceil(load.rate / highest) >= below:
+            continue
         alone = one.waits(load, 1e-3, _TRIED)
-        if not alone.meets(load):
+        if not alone.meet(load.limits):
             first, each = alone.first_token(load.percentile), alone.per_token(load.percentile)
             why = (
                 f"a request that is alone waits {seconds_text(first)} for its first token and "
                 f"{seconds_text(each)} for each further one"
             )
             continue
-        answer = one.deployment(load, price)
-        if not answer.waits.meets(load):
+        answer = one.deployment(load, price, highest, below)
+        if answer is None:
+            continue
+        if not answer.waits.meet(load.limits):
             first, each = (
                 of(load.percentile) for of in (answer.waits.first_token, answer.waits.per_token)
             )
@@ -297,7 +277,7 @@ def _cheapest(
                 f"{seconds_text(first)} to the first token and {seconds_text(each)} between tokens"
             )
             continue
-        best = answer if best is None or answer.chips < best.chips else best
+        best = answer
     return best, why
 
 
@@ -308,89 +288,59 @@ class _Replica:
         assert workload.engine is not None
         self.engine, self.machine, self.estimate = workload.engine, workload.machine, estimate
         self.costs = Costs(lambda batch: StepModel(workload.resized(batch), estimate.choice))
-        most = largest_batch(workload, estimate.choice) or workload.batch
-        size = self.engine.page_size
-        self.pages = 1 + most * -(-workload.seq // size)
+        assert estimate.serving is not None
+        most = estimate.serving.largest_batch
+        pages = 1 + most * -(-workload.seq // self.engine.page_size)
+        self.simulator = Simulator(self.engine, pages, self.costs)
 
-    def deployment(self, load: Load, price: Price | None) -> Deployment:
-        """So many of them that clients wait no longer than allowed, where that can be."""
-        highest = self.highest_rate(load)
+    def deployment(
+        self, load: Load, price: Price | None, highest: float, below: float
+    ) -> Deployment | None:
+        """So many of them that clients wait no longer than allowed, where that can be.
+
+        `highest`: requests a second of one. None if that takes `below` replicas or more.
+        """
         replicas = math.ceil(load.rate / highest)
-        waits = self.waits(load, load.rate / replicas, _SHOWN)
-        for _ in range(_GROWTHS):  # the longer simulation meets rarer bursts
-            if waits.meets(load):
-                break
+        for growths in range(_GROWTHS + 1):  # the longer simulation meets rarer bursts
+            requests = list(load.requests(load.rate / replicas, _SHOWN))
+            limits = load.limits if growths < _GROWTHS else None  # the last is shown in any case
+            waits = self.simulator.simulate(requests, limits)
+            if waits is not None and (limits is None or waits.meet(limits)):
+                batch = self.engine.max_batch
+                shown = self.machine, self.estimate, batch, highest, replicas, waits, price
+                return Deployment(*shown)
             replicas += math.ceil(replicas / 8)
+            if replicas >= below:
+                break
             highest = load.rate / replicas
-            waits = self.waits(load, highest, _SHOWN)
-        batch = self.engine.max_batch
-        return Deployment(self.machine, self.estimate, batch, highest, replicas, waits, price)
+        return None
 
-    def highest_rate(self, load: Load) -> float:
-        """Requests a second with the waits that are allowed, by bisection."""
+    def highest_rate(self, load: Load, below: float = math.inf) -> float:
+        """Requests a second with the waits that are allowed, by bisection.
+
+        Not to the end where that takes `below` replicas or more.
+        """
+
+        def meets(rate: float) -> bool:
+            waits = self.simulator.simulate(list(load.requests(rate, _TRIED)), load.limits)
+            return waits is not None and waits.meet(load.limits)
+
         low, high = 0.0, _TRIED / self.waits(load, math.inf, _TRIED).seconds
-        if self.waits(load, high, _TRIED).meets(load):
+        if meets(high):
             return high
         for _ in range(_ROUNDS):
+            if load.rate / high >= below:
+                return high
             middle = (low + high) / 2
-            low, high = (
-                (middle, high) if self.waits(load, middle, _TRIED).meets(load) else (low, middle)
-            )
+            low, high = (middle, high) if meets(middle) else (low, middle)
         return low or high / 2
 
     def waits(self, load: Load, rate: float, count: int) -> Waits:
         """Simulate so many requests."""
-        return self.simulate(load.requests(rate, count))
+        return self.simulate(list(load.requests(rate, count)))
 
-    def simulate(self, requests: Iterable[tuple[float, int, int]]) -> Waits:
-        """Requests by when they come, and the tokens of their prompts and answers.
-
-        Devices compute one step after another; meanwhile the host reads the tokens of steps before,
-        and chooses the next ones: see Engine._loop.
-        """
-        scheduler = Scheduler(self.engine, PagePool(self.pages, self.engine.page_size))
-        arrivals = deque(requests)
-        begun = arrivals[0][0]
-        asked: dict[ScheduledSequence, float] = {}  # when, or when its last token came
-        first: list[float] = []
-        between: list[float] = []
-        steps: deque[tuple[float, Any]] = deque()  # when each ends
-        free = now = begun  # when the devices are, and the host
-        busy = 0.0
-        while arrivals or asked:
-            while arrivals and arrivals[0][0] <= now:
-                when, prompt, output = arrivals.popleft()
-                sequence = ScheduledSequence("", [0] * prompt, prompt, output)
-                scheduler.add(sequence)
-                asked[sequence] = when
-                now += efficiency.SERVED_REQUEST
-            step = scheduler.next_step() if len(steps) <= IN_FLIGHT else None
-            if step is not None:
-                took = self.costs.seconds(step)
-                busy += took
-                now += efficiency.PLANNED_STEP
-                free = max(free, now) + took
-                steps.append((free, step))
-                continue
-            if not steps:  # nothing to do before the next request
-                now = max(now, arrivals[0][0])
-                continue
-            end, done = steps.popleft()
-            sampled = [*done.decode, *(one.sequence for one in done.chunks if one.samples)]
-            now = max(now, end) + len(sampled) * efficiency.SERVED_TOKEN
-            for sequence in sampled:
-                if sequence not in asked:
-                    continue
-                sequence.tokens.append(0)
-                sequence.in_flight -= 1
-                known = len(sequence.tokens) - sequence.prompt_length
-                if known == 1:
-                    first.append(now - asked[sequence] + efficiency.FIRST_TOKEN)
-                else:
-                    between.append(now - asked[sequence])
-                asked[sequence] = now
-                if known >= sequence.max_new:
-                    scheduler.remove(sequence)
-                    del asked[sequence]
-        seconds = now - begun
-        return Waits(tuple(sorted(first)), tuple(sorted(between)), seconds, busy / seconds)
+    def simulate(self, requests: Sequence[Request]) -> Waits:
+        """Requests in the order they come."""
+        waits = self.simulator.simulate(requests)
+        assert waits is not None  # without limits
+        return waits

@@ -3,7 +3,6 @@
 import math
 
 from meshwright.data import token_dtype
-from meshwright.models import family_of
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Choice, Workload
 
@@ -38,7 +37,7 @@ def batch_for(workload: Workload, tokens: float | None = None) -> int:
 
 def flops_per_token(workload: Workload) -> float:
     """Useful FLOPs, as MFU counts them."""
-    return family_of(workload.model).flops(workload.model, workload.lengths) / workload.seq
+    return workload.flops / workload.seq
 
 
 def sequences(tokens: float, seq: int) -> int:

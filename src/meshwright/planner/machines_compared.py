@@ -5,8 +5,9 @@
 
 A machine with a size is taken as it is. A chip without one is tried in every size that can be
 rented, each about twice the one before, and the size that answers the question is kept: the
-cheapest that meets the deadline and the budget or, with a budget alone, the fastest within it. Of
-each machine the fastest mesh counts.
+cheapest that meets the deadline and the budget or, with a budget alone, the fastest within it. A
+larger size must be cheaper by more than NEAR: costs are not known better than that, and fewer chips
+fail less often. Of each machine the fastest mesh counts.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ ANY = "any"
 MOST_CHIPS = 16384  # of one run: Llama 3 405B's
 _NO_PRICE = "no price is known; give one with --catalogue FILE"
 _ONE_GPU = Machine(CHIPS["h100"], (1, 1))  # where a number does not depend on the machine
+NEAR = 0.01  # of a cost: with less between two sizes, the one with fewer chips is taken
 WORSE = 2  # sizes, one after the other, that are no better: then no larger one is tried
 
 
@@ -91,6 +93,8 @@ class Comparison:
     refused: tuple[NoOffer, ...]
     like: str = ""  # the stack whose speed is planned; "": our own
     catalogue: str = ""  # the file of --catalogue
+    sized: bool = False  # whether the number of chips was chosen of some
+    unpriced: tuple[str, ...] = ()  # chips that `any` leaves out
 
     @property
     def best(self) -> Offer:
@@ -112,6 +116,17 @@ def machines_named(names: Sequence[str], catalogue: Catalogue) -> list[Machine |
     if not found:
         raise MeshwrightError("no machine is named; give some, as in --on h100,v5p:4x4x4")
     return list(dict.fromkeys(found))
+
+
+def without_price(names: Sequence[str], catalogue: Catalogue) -> tuple[str, ...]:
+    """The chips that `any` leaves out, where it is among the names; a CPU is not rented by chip."""
+    if ANY not in names:
+        return ()
+    chips = {**CHIPS, **catalogue.own}
+    return tuple(
+        name for name, chip in chips.items()
+        if name not in catalogue.prices and chip.platform != "cpu"
+    )  # fmt: skip
 
 
 @without_collector()
@@ -146,7 +161,9 @@ def compare(
         raise MeshwrightError(_impossible(ask, machines, refused))
     # those without a price last, by their time
     offers.sort(key=lambda one: (one.cost is None, ask.order(one) if one.cost else one.seconds))
-    return Comparison(config, run, tuple(offers), tuple(refused), like, ask.catalogue.file)
+    sized = any(isinstance(machine, Chip) for machine in machines)
+    file = ask.catalogue.file
+    return Comparison(config, run, tuple(offers), tuple(refused), like, file, sized)
 
 
 def _answer(ask: "_Ask", machine: Machine | Chip) -> Offer | NoOffer:
@@ -263,7 +280,7 @@ class _Ask:
                 if best is not None:
                     better = self.order(best)
                     if better != best.seconds:  # dollars or chip-hours
-                        better *= 3600 / an_hour
+                        better *= (1 - NEAR) * 3600 / an_hour
                     longest = min(longest, better)
                 offer = self.offer(machine, longest, bounds)
                 if offer is not None:
@@ -295,8 +312,11 @@ class _Ask:
         return checkpoint_bytes(self.workload(_ONE_GPU)[0])
 
     def workload(self, machine: Machine) -> tuple[Workload, Constraints]:
-        workload, limits = _workload(self.config, machine, self.limits, self.model)
-        return dataclasses.replace(workload, memo=self.memo), limits
+        key = "workload", machine.chip  # nothing that is checked depends on the number of chips
+        if key not in self.memo:
+            self.memo[key] = _workload(self.config, machine, self.limits, self.model)
+        workload, limits = self.memo[key]
+        return dataclasses.replace(workload, machine=machine, memo=self.memo), limits
 
     def offer(
         self, machine: Machine, below: float = math.inf, bounds: Bounds | None = None

@@ -6,12 +6,13 @@
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from meshwright.audits import wire_bytes
-from meshwright.errors import MeshwrightError, did_you_mean, explained
+from meshwright.errors import MeshwrightError, did_you_mean, explained, one_of
 from meshwright.launch import flat_settings
 from meshwright.lazy import without_collector
 from meshwright.machines import Machine, larger
@@ -296,11 +297,14 @@ def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) ->
     within = f" within '{limits}'" if limits.limits else ""
     what = f"{name} with batch={workload.batch}, seq={workload.seq} on '{machine}'"
     if not refused:
-        return (
+        said = (
             f"no mesh of {count(machine.num_devices, 'device')} lies{within}: the sizes of "
-            f"{', '.join(axes[:-1])} and {axes[-1]} must multiply to {machine.num_devices:,}; "
-            "--explain MESH says of one mesh why it is refused"
+            f"{', '.join(axes[:-1])} and {axes[-1]} must multiply to {machine.num_devices:,}"
         )
+        if near := _nearest_that_fit(workload, limits):
+            said += f"; mesh {one_of(mesh.mesh for mesh in near)} would fit"
+        bigger = _larger_that_fits(workload, limits)
+        return said if bigger is None else f"{said}; '{limits}' fits on '{bigger}'"
     accumulation = limits.fixed.get("accumulation", 1)
     if workload.batch % accumulation:
         return (
@@ -364,6 +368,19 @@ def _proposal(workload: Workload, limits: Constraints, refused: Choice) -> str:
 
     accumulation = limits.fixed.get("accumulation", 1)
     return what_fits(refused.sizes, workload.batch, workload.seq, refuses, accumulation)
+
+
+def _nearest_that_fit(workload: Workload, limits: Constraints) -> list[Choice]:
+    """Up to three meshes outside of the limits that fit, those whose sizes are nearest to them."""
+
+    def distance(mesh: Choice) -> float:
+        broken = [limit for limit in limits.limits if not Constraints((limit,)).allows(mesh)]
+        return sum(abs(math.log2(mesh.size(axis) / size)) for axis, _, size in broken)
+
+    free = Constraints(fixed=limits.fixed)
+    meshes = sorted(allowed_meshes(workload, free), key=distance)
+    fitting = (mesh for mesh in meshes if _fits_on(workload, mesh, free))
+    return list(itertools.islice(fitting, 3))
 
 
 def _first_that_fits(workload: Workload, limits: Constraints) -> Choice | None:

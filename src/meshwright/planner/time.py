@@ -50,6 +50,21 @@ class StepTime:
             for one, link, seconds, place, able in self.waits
         )
 
+    @functools.cached_property
+    def sent(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of what is sent once, and of what each micro-batch sends: all, under "".
+
+        Those that could hide also by what hides them.
+        """
+        once = {"": 0.0} | dict.fromkeys((place for *_, place, _ in self.waits), 0.0)
+        each = dict(once)
+        for one, _, seconds, place, able in self.waits:
+            part = each if one.payload in _HIDEABLE else once
+            part[""] += seconds
+            if place:
+                part[place] += able
+        return once, each
+
 
 def step_time(step: StepModel) -> StepTime:
     """Seconds of a step by part, and its collectives with the links they go over."""
@@ -100,12 +115,10 @@ def least_seconds(step: StepModel, relaxed: StepTime) -> float:
     Each micro-batch all-gathers the weights of layers anew, and sums their gradients; nothing is
     sent less often.
     """
-    exposed, wanted = 0.0, dict[str, float]()
-    for one, _, seconds, place, able in relaxed.waits:
-        times = step.choice.accumulation if one.payload in _HIDEABLE else 1
-        exposed += times * seconds
-        if place:
-            wanted[place] = wanted.get(place, 0.0) + times * able
+    times = step.choice.accumulation
+    once, each = relaxed.sent
+    exposed = once[""] + times * each[""]
+    wanted = {place: once[place] + times * each[place] for place in once if place}
     hidden = _hidden(step, wanted)
     exposed -= sum(wanted[place] * share for place, share in hidden.items())
     return float(sum(step.schedule.seconds(step, exposed).values()))

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from meshwright.models import OFFLOAD, family_of
+from meshwright.models import OFFLOAD
 from meshwright.ops.attention import backward_kernels
 from meshwright.planner import efficiency
 from meshwright.planner.attention import attention_slowdown, keys_seen, splits_of
@@ -93,7 +93,7 @@ def train_work(
     attention.slow_down(like.attention_speed(choice.context))
     of_reference = 0.0  # FLOPs of an example: of a step, a third is the forward pass
     if workload.has_reference:
-        of_reference = family_of(workload.model).flops(workload.model, known) / 3
+        of_reference = workload.flops / 3
         matmuls.forward *= 2
         attention.forward *= 2
         moved += moved / 3 / repeated
@@ -127,11 +127,7 @@ def train_work(
     seconds["loop over layers"] = (scan - 1) * layers
     seconds["idle"] = efficiency.IDLE_STEP
     return Work(
-        flops=(
-            family_of(workload.model).flops(workload.model, known)
-            + of_reference
-            - _frozen_flops(step)
-        )
+        flops=(workload.flops + of_reference - _frozen_flops(step))
         * workload.batch
         / choice.devices,
         computed=matmuls.computed

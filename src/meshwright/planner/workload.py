@@ -188,6 +188,11 @@ class Workload:
         return field_lengths(self.model, self.seq, self.config.objective)
 
     @functools.cached_property
+    def flops(self) -> float:
+        """Of an example, as its family counts them."""
+        return float(family_of(self.model).flops(self.model, self.lengths))
+
+    @functools.cached_property
     def remat(self) -> Mapping[str, frozenset[str]]:
         """Remat policies of the model: the activations that each saves."""
         return self.schedule.remat(family_of(self.model).remat)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.machines import Machine
-from meshwright.planner.machines_compared import Comparison, Offer
-from meshwright.planner.report.phrases import derivation, folded, short_mesh
+from meshwright.planner.machines_compared import NEAR, Comparison, Offer
+from meshwright.planner.report.phrases import derivation, folded, short_mesh, unpriced_note
 from meshwright.present import (
     Column,
     Row,
@@ -41,6 +41,7 @@ def comparison_page(found: Comparison, points: Curve | None = None) -> str:
         columns=[(column.name, not column.right) for column in _COLUMNS],
         offers=[(_cells(one), one.estimate.reason) for one in found.offers],
         refused=[(one.name, one.why) for one in found.refused],
+        notes=_notes(found),
         why=why(found),
         curve=curve_cells(points or []),
     )
@@ -62,6 +63,17 @@ def _heading(found: Comparison) -> str:
     times = f"; times are an estimate for {found.like}" if found.like else ""
     step = f"batch {config.batch:,} × {config.seq:,} tokens"
     return f"{step}; fastest mesh of each; {first}{times}"
+
+
+def _notes(found: Comparison) -> list[str]:
+    """How sizes are chosen, and which chips are not compared by their cost."""
+    notes = []
+    if found.sized and (found.run.within < math.inf or found.run.budget == math.inf):
+        notes.append(
+            f"of a chip's sizes the cheapest; fewer chips where that costs at most {NEAR:.0%} more"
+        )
+    names = [one.machine.chip.name for one in found.offers if one.price is None]
+    return notes + unpriced_note([*names, *found.unpriced])
 
 
 _COLUMNS = [
@@ -92,6 +104,8 @@ def comparison_report(
     if found.refused:
         parts += [Text(""), Text("not possible", style="bold")]
         parts += [paragraph(f"{one.name}: {one.why}", width, hanging=4) for one in found.refused]
+    if notes := _notes(found):
+        parts += [Text(""), *(paragraph(note, width, 0, hanging=2) for note in notes)]
     if points:
         parts += [Text(""), *curve_lines(points, width)]
     best = found.best
@@ -184,6 +198,7 @@ def comparison_data(found: Comparison, points: Curve | None = None) -> dict[str,
         "budget": run.budget if run.budget < math.inf else None,
         "machines": [_offer_data(one) for one in found.offers],
         "refused": [{"machine": one.name, "why": one.why} for one in found.refused],
+        "unpriced": list(found.unpriced),
         "curve": [
             {"machine": str(one), "chips": one.num_chips, "tokens_per_second": rate, "mfu": mfu}
             for one, rate, mfu in points or []

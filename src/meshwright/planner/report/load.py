@@ -4,7 +4,7 @@ import shlex
 from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.load import Deployment, Deployments, Load
-from meshwright.planner.report.phrases import derivation, folded, short_mesh
+from meshwright.planner.report.phrases import derivation, folded, short_mesh, unpriced_note
 from meshwright.present import (
     Column,
     Row,
@@ -31,16 +31,17 @@ def load_report(found: Deployments, width: int = 120, *, top: int | None = None)
     title.append(f"{load.output:,}")
     at = f"p{load.percentile:g}"
     asked = (
-        f"at {at} at most {seconds_text(load.first_token)} to the first token and "
+        f"{at}: at most {seconds_text(load.first_token)} to the first token, "
         f"{seconds_text(load.per_token)} between tokens; cheapest first"
     )
     parts: list[RenderableType] = [title, Text(asked), Text("")]
     columns = [
         Column("replica", right=False, style="bold"),
-        Column("mesh", right=False, importance=3),
-        Column("batch", importance=4), Column("replicas"), Column("chips"),
-        Column("first p50"), Column(f"first {at}"), Column("token p50"), Column(f"token {at}"),
-        Column("req/s each", importance=2), Column("$/h"), Column("$/M tokens"),
+        Column("mesh", right=False, importance=4),
+        Column("batch"), Column("replicas"), Column("chips"),
+        Column("first p50", importance=2), Column(f"first {at}"),
+        Column("token p50", importance=1), Column(f"token {at}"),
+        Column("req/s each", importance=3), Column("$/h"), Column("$/M tokens"),
     ]  # fmt: skip
     rows = [
         Row(_cells(one, load), style="green" if number == 0 else "")
@@ -50,6 +51,9 @@ def load_report(found: Deployments, width: int = 120, *, top: int | None = None)
     if found.refused:
         parts += [Text(""), Text("not possible", style="bold")]
         parts += [paragraph(f"{one.name}: {one.why}", width, hanging=4) for one in found.refused]
+    names = [one.machine.chip.name for one in found.found if one.price is None]
+    if notes := unpriced_note([*names, *found.unpriced]):
+        parts += [Text(""), *(paragraph(note, width, 0, hanging=2) for note in notes)]
     parts += [Text(""), paragraph(_why(found), width, 0, hanging=2), Text("")]
     parts += [Text("next", style="bold"), Text(folded(_command(best, load), width), no_wrap=True)]
     return Group(*parts)
@@ -128,4 +132,5 @@ def load_data(found: Deployments) -> dict[str, Any]:
         "load": vars(load),
         "deployments": [deployment(one) for one in found.found],
         "refused": [{"machine": one.name, "why": one.why} for one in found.refused],
+        "unpriced": list(found.unpriced),
     }

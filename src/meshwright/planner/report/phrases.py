@@ -23,6 +23,16 @@ def short_mesh(choice: Choice) -> str:
     return ",".join(split) or "fsdp=1"
 
 
+def unpriced_note(chips: Sequence[str]) -> list[str]:
+    """Of chips that are not compared by their cost, how to give a price; [] if there are none."""
+    if not chips:
+        return []
+    return [
+        f"no price is known of {', '.join(chips)}: not compared by cost; give one in a file, "
+        f"--catalogue prices.toml: [prices], then {chips[0]} = dollars of a chip and hour"
+    ]
+
+
 def group_headings(plan: Plan) -> dict[int, str]:
     """What stands above each group of choices whose times cannot be told apart."""
     found: dict[int, str] = {}

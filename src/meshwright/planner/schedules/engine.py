@@ -5,6 +5,7 @@ chunk of a prompt computes the places of the whole batch beside it. Both are ste
 serving/engine.py with its default pages and chunks.
 """
 
+import bisect
 import dataclasses
 import functools
 import math
@@ -283,25 +284,53 @@ class Costs:
 
     def seconds(self, step: ScheduledStep) -> float:
         """Of a step: as `seconds` and `prefill` count, with the lengths that its sequences have."""
-        engine = _engine(self._sized(1).workload)
-        sampled = len(step.decode) + sum(chunk.samples for chunk in step.chunks)
-        if step.chunks:
-            busy = self._chunk(engine.max_batch, step.shape[0] * step.shape[1])
-            if step.shape[0] > 1:
+        return self.counted(
+            len(step.decode),
+            sum(sequence.computed for sequence in step.decode),
+            len(step.decode) + sum(chunk.samples for chunk in step.chunks),
+            step.shape,
+            sum(chunk.count * (chunk.start + (chunk.count + 1) / 2) for chunk in step.chunks),
+        )
+
+    def counted(
+        self,
+        decode: int,
+        tokens: int,
+        sampled: int,
+        shape: tuple[int, int] = (0, 0),
+        pairs: float = 0.0,
+    ) -> float:
+        """Of a step with so many decode tokens.
+
+        Arguments:
+            tokens: cached ones that they read, all together.
+            sampled: tokens that are chosen.
+            shape: of the chunks of prompts.
+            pairs: of a query and a key, in those chunks.
+        """
+        if shape[0]:
+            busy = self._chunk(self._engine.max_batch, shape[0] * shape[1])
+            if shape[0] > 1:
                 busy += efficiency.PROMPTS_OF_LAYER * self._sized(1).sizes.layers
         else:
-            busy = self._decode(min(one for one in engine.batches if one >= len(step.decode)))
+            batches = self._batches
+            busy = self._decode(batches[bisect.bisect_left(batches, decode)])
         per_token, per_pair, launching = self._each
-        busy += per_token * sum(sequence.computed for sequence in step.decode)
-        busy += per_pair * sum(
-            chunk.count * (chunk.start + (chunk.count + 1) / 2) for chunk in step.chunks
-        )
+        busy += per_token * tokens
+        busy += per_pair * pairs
         return max(busy, launching) + sampled / efficiency.SEQUENCES_PER_SECOND
+
+    @functools.cached_property
+    def _engine(self) -> EngineConfig:
+        return _engine(self._sized(1).workload)
+
+    @functools.cached_property
+    def _batches(self) -> tuple[int, ...]:
+        return self._engine.batches
 
     def highest_rate(self, prompt: int, output: int) -> float:
         """Requests a second of a batch that is always full; no queue reaches it."""
-        engine = _engine(self._sized(1).workload)
-        batch, chunk = engine.max_batch, max(engine.chunks, key=math.prod)
+        batch, chunk = self._engine.max_batch, max(self._engine.chunks, key=math.prod)
         per_token, _, launching = self._each
         step = max(self._decode(batch) + per_token * batch * (prompt + output / 2), launching)
         longer = max(self._chunk(batch, math.prod(chunk)) - self._decode(batch), 0.0)

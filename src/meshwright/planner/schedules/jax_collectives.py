@@ -595,7 +595,8 @@ class _Step:
             (norm, self.over("ep"), apart + sizes.expert_vectors.gradient_arrays, "optimizer"),
             (norm, self.over("tp"), split, "optimizer"),
         ):
-            yield Collective("all-reduce", axes, self.four, many, phase, what)  # type: ignore[arg-type]
+            if axes and many:
+                yield Collective("all-reduce", axes, self.four, many, phase, what)  # type: ignore[arg-type]
 
     def router_sums(self) -> Iterator[Collective]:
         """What routers did with all tokens: how often they chose each expert, scores, squares."""
