@@ -5,9 +5,9 @@ from meshwright.training.run.board import Board
 from meshwright.training.run.description import description_files, write_description
 from meshwright.training.run.live import LiveLine, waiting_line
 from meshwright.training.run.lock import LostFolderError, only_run_in
-from meshwright.training.run.metrics import Metrics, MetricsLog, read_metrics
+from meshwright.training.run.metrics import ENDED, RESUMED, Metrics, MetricsLog, read_metrics
 from meshwright.training.run.page import LivePage, write_run_page
-from meshwright.training.run.status import ENDED, RESUMED, RunStatus, run_status
+from meshwright.training.run.status import RunStatus, run_status
 from meshwright.training.run.throughput import (
     Memory,
     StepClock,

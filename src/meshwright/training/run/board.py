@@ -24,7 +24,7 @@ from meshwright.present import CONTENT_POLICY, duration_text, render
 from meshwright.training.run.metrics import FILE as METRICS
 from meshwright.training.run.metrics import Metrics, read_metrics
 from meshwright.training.run.page import progress_text, run_page
-from meshwright.training.run.status import ENDED, RESUMED, run_status
+from meshwright.training.run.status import run_status
 from meshwright.training.run.summary import curves, summary
 
 TEMPLATE = Path(__file__).with_name("board.html")
@@ -78,8 +78,7 @@ def digest(folder: Path) -> _Digest:
 @functools.lru_cache(maxsize=512)
 def _digest(folder: Path, modified: int, size: int) -> _Digest:
     metrics = read_metrics(folder)
-    events = [event for event in metrics.events if event["event"] in (RESUMED, ENDED)]
-    last = Metrics(metrics.records[-1:], tuple(events[-1:]), metrics.unreadable)
+    last = dataclasses.replace(metrics, records=metrics.records[-1:], events=())
     return _Digest(dict(summary(metrics)), curves(metrics, most=POINTS), last)
 
 

@@ -25,6 +25,7 @@ from meshwright.files import cannot_be_written, warn_once, write_whole
 from meshwright.training.run.trackers import TensorBoard, WeightsAndBiases
 
 FILE = "metrics.jsonl"
+RESUMED, ENDED = "resumed", "ended"  # events
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Metrics:
     records: tuple[dict[str, Any], ...] = ()
     events: tuple[dict[str, Any], ...] = ()
     unreadable: int = 0  # lines cut short by a crash or a full disk
+    end: dict[str, Any] | None = None  # the event, unless a line after it tells that a run went on
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """The steps that have `name`, and its values."""
@@ -53,6 +55,7 @@ def read_metrics(run_folder: Path | str) -> Metrics:
     except OSError as reason:
         raise MeshwrightError(f"{str(file)!r} cannot be read: {reason.strerror}") from None
     records, events, unreadable = [], [], 0
+    end: dict[str, Any] | None = None
     for line in lines:
         if not line.strip():
             continue
@@ -61,9 +64,12 @@ def read_metrics(run_folder: Path | str) -> Metrics:
             unreadable += 1
         elif "event" in record:
             events.append(record)
+            if record["event"] in (RESUMED, ENDED):
+                end = record if record["event"] == ENDED else None
         else:
             records.append(record)
-    return Metrics(tuple(records), tuple(events), unreadable)
+            end = None  # of a run that started anew in the folder
+    return Metrics(tuple(records), tuple(events), unreadable, end)
 
 
 class MetricsLog:

@@ -20,7 +20,6 @@ from meshwright.training.run.metrics import FILE as METRICS
 from meshwright.training.run.metrics import Metrics
 
 State = Literal["running", "finished", "stopped", "failed", "unknown"]
-RESUMED, ENDED = "resumed", "ended"  # events of metrics.jsonl
 NO_END = "no end was noted and its process no longer runs: killed, or the machine went down"
 EARLIER = "a run of an earlier version, which noted no end"
 QUIET_S = 600.0  # a run on another machine that wrote nothing for this long is taken for gone
@@ -41,12 +40,8 @@ def run_status(folder: Path, metrics: Metrics) -> RunStatus:
     step = max((record["step"] for record in metrics.records), default=0)
     steps = read_json(folder / "config.json").get("steps")
     steps = steps if isinstance(steps, int) else None
-    events = [event for event in metrics.events if event["event"] in (RESUMED, ENDED)]
-    newest = max((record.get("time", 0.0) for record in metrics.records), default=0.0)
-    # one that started anew in the folder has noted nothing, but has later steps
-    if events and events[-1]["event"] == ENDED and events[-1]["time"] >= newest:
-        end = events[-1]
-        return RunStatus(end["state"], step, steps, str(end.get("reason") or ""))
+    if metrics.end is not None:
+        return RunStatus(metrics.end["state"], step, steps, str(metrics.end.get("reason") or ""))
     if _has_process(folder):
         return RunStatus("running", step, steps)
     if steps is not None and step >= steps:

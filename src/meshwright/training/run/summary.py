@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.present import GIB, count_text, duration_text
-from meshwright.training.run.metrics import Metrics
-from meshwright.training.run.status import RESUMED
+from meshwright.training.run.metrics import RESUMED, Metrics
 
 MOST_POINTS = 8000
 MOST_SAMPLED = 50  # steps whose sample texts are shown
