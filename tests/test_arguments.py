@@ -1,7 +1,7 @@
 """A call with arguments that it does not take is answered with a call that works."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ _CALLS: list[tuple[Callable[[], Any], str]] = [
     (lambda: mw.TrainConfig(step=3), "TrainConfig has no 'step'; did you mean 'steps'? Write mw.T"),
     (lambda: mw.TrainConfig("tiny", learning_rate=3), "OptimizerConfig(learning_rate=…)"),
     (lambda: mw.TrainConfig("tiny", steps="3"), "steps='3' must be int"),
+    (lambda: mw.TrainConfig("tiny", run="a", steps="3"), "steps='3' must be int"),
     (lambda: mw.TrainConfig("tiny", optimizer={}), "optimizer={} must be OptimizerConfig"),
     (lambda: mw.TrainConfig(), "missing a required argument: 'model'"),
     (lambda: dataclasses.replace(mw.TrainConfig("tiny"), stesp=3), "did you mean 'steps'?"),
@@ -49,10 +50,30 @@ def test_restore_says_what_it_needs(tmp_path: Path) -> None:
 
 def test_a_mistake_inside_a_function_is_not_the_callers() -> None:
     @explained("half(2)")
-    def half(number: int) -> Any:
+    def half(
+        number: int,
+        named: Collection[str] = (),
+        words: Sequence[str] | None = None,
+        sizes: Mapping[str, int] | None = None,
+        call: Callable[[int], int] = abs,
+        pairs: tuple[tuple[int, int], ...] = (),
+    ) -> Any:
         return number.halves  # type: ignore[attr-defined]
 
     with pytest.raises(AttributeError, match="halves"):
         half(2)
+    with pytest.raises(AttributeError, match="halves"):
+        half(2, named={"steps"}, words=["a"], sizes={"a": 1}, call=len, pairs=((1, 2),))
+    with pytest.raises(mw.MeshwrightError, match="half: named=3 must be Collection"):
+        half(2, named=3)
     with pytest.raises(mw.MeshwrightError, match=r"number='2' must be int. Write half\(2\)"):
         half("2")
+
+
+def test_a_mistake_inside_training_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise TypeError("inside")
+
+    monkeypatch.setattr("meshwright.api.train_in_jax", broken)
+    with pytest.raises(TypeError, match="inside"):
+        mw.train(mw.TrainConfig("tiny"), words=["tiny", "--steps=3"], named={"steps"})

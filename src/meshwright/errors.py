@@ -99,7 +99,9 @@ def explained(example: str) -> Callable[[_T], _T]:
 def _call_problem(function: Any, call: Any, args: Any, named: Any) -> str | None:
     """What is wrong with the arguments of a call; None if nothing is."""
     import inspect
+    import types
     import typing
+    from pathlib import Path
 
     name, signature = function.__name__, inspect.signature(call)
     try:
@@ -122,8 +124,10 @@ def _call_problem(function: Any, call: Any, args: Any, named: Any) -> str | None
         return f"{name} is {mistake}" if "missing" in str(mistake) else f"{name}: {mistake}"
     for given, value in values.items():
         hint = hints.get(given, Any)
-        kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,)]
-        kinds += [int] if float in kinds else []
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        options = typing.get_args(hint) if is_union else (hint,)
+        kinds = [typing.get_origin(kind) or kind for kind in options]
+        kinds += [int] * (float in kinds) + [str] * (Path in kinds)
         plain = all(isinstance(kind, type) and kind is not Any for kind in kinds)
         if plain and not isinstance(value, tuple(kinds)):
             return f"{name}: {given}={value!r:.60} must be {kinds[0].__name__}"

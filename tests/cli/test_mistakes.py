@@ -91,12 +91,26 @@ def test_output_may_be_closed() -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("3", 0)])
-def test_of_torchruns_processes_one_names_a_mistake(rank: str, lines: int) -> None:
-    code = "from meshwright.cli.main import main; main(['train', 'tiny', '--stepz', '3'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"LOCAL_RANK": rank},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == lines
+@pytest.mark.parametrize(
+    ("words", "rank", "processes", "lines"),
+    [
+        ("train tiny --stepz 3", "0", "4", 1),
+        ("train tiny --stepz 3", "3", "4", 0),
+        ("serve m --prt 3", "3", "4", 0),
+        ("train tiny --stepz 3", "3", "1", 1),  # it is alone: nobody else says it
+        ("doctr", "3", "4", 1),
+        ("plan tiny --onn cpu:8", "3", "4", 1),
+    ],
+)
+def test_of_torchruns_processes_one_names_a_mistake(
+    words: str, rank: str, processes: str, lines: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    for name in ("jax", "torch"):  # as in a process that has imported neither
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        run(words.split())
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == lines

@@ -432,6 +432,72 @@ def test_words_without_a_counterpart_are_answered_in_a_sentence(
     assert words in str(said.value)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (
+            "tiny --min-lr 1e-5 --end-lr 1e-6 --lr 1e-4",
+            "tiny --optimizer.learning-rate 1e-4 --optimizer.final-fraction 0.01",
+        ),
+        (
+            "tiny --lr 1e-4 --min-lr 1e-5 --optimizer.final_fraction 0.5",
+            "tiny --optimizer.learning-rate 1e-4 --optimizer.final-fraction 0.5",
+        ),
+        ("tiny --run-name a --checkpoint.folder b", "tiny --run b"),
+        ("tiny --checkpoint.folder b --run-name a", "tiny --run runs/a"),
+        ("tiny --run=out --run-name a", "tiny --run out/a"),
+        ("tiny --steps=3 steps=4", "tiny --steps 4"),
+        ("tiny steps=4 --steps 3", "tiny --steps 3"),
+        ("tiny --max_steps 4 --total_steps 5", "tiny --steps 5"),
+        ("tiny --bf16 --compute.dtype float32", "tiny --compute.dtype float32"),
+        ("tiny --remat_policy full --activation_checkpoint.mode none", "tiny"),
+        ("--compute.sequence_parallel tiny --sequence_parallel", "tiny --compute.sequence-parallel"),
+        ("tiny --PjitPartitioner.num_partitions=4 --num-partitions=2", "tiny --num-partitions 2"),
+        ("tiny --rules standard --parameter_partitioning_dims=2", "tiny --rules t5x:1,2"),
+        (
+            "tiny --micro-batch-size 1 --local_batch_size 2 --mesh fsdp=4",
+            "tiny --mesh fsdp=4 --batch 8",
+        ),
+        ("tiny --load_llama_config 7b", "tiny"),
+        # torchtitan's degree 0 is none, and takes no rank of those that shard the weights
+        (
+            "tiny --expert-parallel-degree 0 --data-parallel-shard-degree 8",
+            "tiny --mesh dp=-1,fsdp=8",
+        ),
+    ],
+)  # fmt: skip
+def test_of_words_that_say_the_same_the_last_counts(theirs: str, ours: str) -> None:
+    with pytest.raises(MeshwrightError, match="the same here: ") as said:
+        check_flags("train", theirs.split())
+    assert str(said.value).endswith(f": meshwright train {ours}")
+    settings(ours.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--run_name", "--run_name needs a value"),
+        ("--min-lr --lr 1", "--min-lr needs a value"),
+        ("--mesh_dim", "--mesh_dim needs a value"),
+        ("--expert-model-parallel-size -1 --fsdp 8", "-1 ranks of experts do not divide the 8"),
+        ("--expert-parallel-degree 3 --fsdp 8", "3 ranks of experts do not divide the 8"),
+        ("--tp -8", "'-8' is not a size"),
+    ],
+)
+def test_a_value_that_is_missing_or_fits_no_mesh_is_said(words: str, says: str) -> None:
+    with pytest.raises(MeshwrightError) as said:
+        check_flags("train", ["tiny", *words.split()])
+    assert says in str(said.value)
+
+
+@pytest.mark.parametrize("command", ["eval", "export", "serve", "generate", "chat"])
+def test_the_model_is_the_first_word_of_each_command_that_reads_one(command: str) -> None:
+    with pytest.raises(MeshwrightError, match=f"first word, as in meshwright {command} FOLDER"):
+        check_flags(command, ["--model", "runs/x"])
+    with pytest.raises(MeshwrightError, match="pipeline parallelism is not supported"):
+        check_flags(command, ["runs/x", "--pp", "2"])
+
+
 def test_a_switch_does_not_take_the_model_for_its_value() -> None:
     with pytest.raises(MeshwrightError, match=r"serve m --engine\.max-batch 2$"):
         check_flags("serve", ["--enable-prefix-caching", "m", "--max-num-seqs", "2"])

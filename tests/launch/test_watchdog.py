@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.patience import PATIENCE_S, eventually
 
 from meshwright import MeshwrightError
-from meshwright.launch import Watchdog
+from meshwright.launch import Watchdog, ending
 from meshwright.launch import watchdog as watchdogs
+from meshwright.launch.ending import VERDICT
 
 PROGRAM = """
 import sys, time
@@ -130,6 +132,61 @@ def test_time_in_which_the_machine_slept_does_not_count(tmp_path: Path, clock: C
         assert lines == []
         clock.advance(4)
         assert len(lines) == 1
+
+
+class Texts:
+    """A store in memory."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def get(self, key: str) -> str | None:
+        return self.texts.get(key)
+
+    def get_all(self, folder: str) -> dict[str, str]:
+        return {key: text for key, text in self.texts.items() if key.startswith(folder)}
+
+    def put(self, key: str, text: str) -> None:
+        self.texts[key] = text
+
+    def put_once(self, key: str, text: str) -> str:
+        return self.texts.setdefault(key, text)
+
+
+def test_the_agreed_reason_counts_although_the_store_hangs_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, ended = threading.Event(), threading.Event()
+
+    def hangs(*_: object) -> bool:
+        asked.set()
+        return ended.wait(PATIENCE_S)
+
+    class Thread(threading.Thread):
+        def join(self, timeout: float | None = None) -> None:
+            assert asked.wait(PATIENCE_S)
+
+    store = Texts()
+    store.put(VERDICT, "process 3 failed")
+    watchdog = Watchdog(tmp_path, timeout_s=3, pause_timeout_s=8, store=store)
+    monkeypatch.setattr(watchdogs, "first_to_say", hangs)
+    monkeypatch.setattr(watchdogs, "threading", SimpleNamespace(Thread=Thread))
+    assert watchdog._told_to_all("this process waits") == ("process 3 failed", True)
+    ended.set()
+
+
+def test_each_host_of_the_same_name_says_the_reason_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, said = Texts(), []
+    for process in range(4):
+        boot = tmp_path / f"boot-{process // 2}"
+        boot.write_text(f"{boot.name}\n")
+        monkeypatch.setattr(ending, "BOOT_ID", boot)
+        said.append(ending.first_to_say(store, process))
+    assert said == [True, False, True, False]
+    monkeypatch.setattr(ending, "BOOT_ID", tmp_path / "none")
+    assert ending.first_to_say(store, 4)
 
 
 def test_limits_that_make_no_sense_are_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import typing
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshwright.errors import MeshwrightError, did_you_mean
@@ -77,6 +78,7 @@ COMMANDS = {
 }
 
 OPTIONS = ("--help", "--version")
+JOINING = ("train", "serve")  # commands that torchrun starts several processes of
 WITH_MESH = ("train", "audit", "prove", "plan", "generate", "serve", "export", "chat", "eval")
 
 
@@ -92,18 +94,21 @@ def run(arguments: list[str]) -> None:
         with output_is_written(), disk_errors_in_one_line():
             _run(arguments)
     except MeshwrightError as mistake:
-        if not _said_by_another():
+        if not _said_by_another(arguments):
             with contextlib.suppress(OSError):  # standard error may lie on a full disk, too
                 print(f"error: {mistake}", file=sys.stderr, flush=True)
         raise SystemExit(2) from None
 
 
-def _said_by_another() -> bool:
+def _said_by_another(arguments: Sequence[str]) -> bool:
     """Whether another process of torchrun on this host makes, and prints, the same mistake.
 
     Before jax and torch are imported, a mistake is one of the words alone.
     """
-    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if not arguments or arguments[0] not in JOINING:
+        return False
+    is_alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
+    is_first = is_alone or os.environ.get("LOCAL_RANK", "0") == "0"
     return not is_first and sys.modules.keys().isdisjoint(("jax", "torch"))
 
 

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 
-from meshwright.cli.flags import take_all
+from meshwright.cli.flags import REPEATABLE, take, take_all
 from meshwright.cli.other_words import (
     AXES,
     BARE,
@@ -46,20 +46,23 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     for word in words:
         if word.startswith("--") and word[2:] in BEFORE:
             raise MeshwrightError(f"{word} is now {BEFORE[word[2:]]}")
-    table = TRAINING if command in WITH_TRAINS else OF_COMMAND.get(command, _NOTHING)
+    table = TRAINING if command in WITH_TRAINS else OF_COMMAND[command]
     known = SHARED | OF_TRAINING | {name for names in table for name in names}
     known -= OWN.get(command, set())
     ours: list[str] = []
     theirs: list[str] = []
     notes: dict[str, list[str]] = {}  # what is to be said with which words in place of {}
     given_flags: dict[str, str] = {}  # by which the command is completed at the end
+    translated: list[list[str]] = []  # of ours, what was written otherwise
     if table is TRAINING and words[:1] and words[0].endswith((".yml", ".yaml", ".toml")):
         notes[f"{{}} is not read: {FILE}"] = [words[0]]
         words = words[1:]
     for name, value, written in _flags(words, known, of_training=command in WITH_TRAINS):
         flag = written[0]
         if not name:
-            ours += written
+            own_flag, equals, value = flag.partition("=")
+            own_flag = own_flag.replace("_", "-") if flag.startswith("--") else own_flag
+            ours.append(own_flag + equals + value)
             continue
         if name in table.always or name in table.advice or name in SECTIONS:
             notes.setdefault(_note(command, table, name, value), []).append(flag)
@@ -67,22 +70,32 @@ def check_flags(command: str, words: Sequence[str]) -> None:
                 given_flags["model"] = value
             continue
         theirs.append(" ".join(written))
+        added: list[str] = []
         if name in table.renamed or name in BARE:
             own_flag = table.renamed.get(name) or BARE[name]
             if not value and name not in VALUES:
                 raise MeshwrightError(f"{flag} needs a value; here it is {own_flag}")
-            ours += _own_value(name, own_flag, value.rpartition("::")[2], theirs[-1])
+            added = _own_value(name, own_flag, value.rpartition("::")[2], theirs[-1])
         elif name in table.switches or (name == "sequence_parallel" and table is TRAINING):
             if value in STRATEGIES:
-                ours += ["--context-parallel", value]
+                added = ["--context-parallel", value]
             elif value.lower() != "false":
-                ours += table.switches.get(name, "--compute.sequence-parallel").split()
+                added = table.switches.get(name, "--compute.sequence-parallel").split()
         elif name in SHARED or name == "num_partitions" or table is TRAINING:
+            if not value and name not in AXES:
+                raise MeshwrightError(f"{flag} needs a value")
             if name in given_flags:
                 raise MeshwrightError(f"{flag} is given twice; give it once")
             given_flags[name] = value
+            if name == "num_partitions":
+                added = ["--num-partitions", value]
+            elif name in LAST_RATE:
+                added = [_FINAL_FRACTION, f"{name}={value}"]  # until the peak is known
         else:
             raise MeshwrightError(_not_of(command, flag, RENAMED.get(name)))
+        ours += added
+        translated += [added] if added else []
+    _keep_last(ours, translated)
     if theirs:
         notes |= _complete(command, ours, given_flags)
     said = [note.replace("{}", ", ".join(flags)) for note, flags in notes.items()]
@@ -96,8 +109,21 @@ def check_flags(command: str, words: Sequence[str]) -> None:
         raise MeshwrightError("; ".join(said))
 
 
-_NOTHING = Words({}, {}, {}, {})
+_FINAL_FRACTION = "--optimizer.final-fraction"
 _MOUNT = "{}: paths are those of a file system that all hosts share, where a bucket can be mounted"
+
+
+def _keep_last(ours: list[str], translated: Sequence[Sequence[str]]) -> None:
+    """Keep of each translated flag the last that was written, as argparse would."""
+    for flag, *values in translated:
+        if not values:
+            while ours.count(flag) > 1:
+                ours.remove(flag)
+        elif flag not in REPEATABLE:
+            written = take_all(list(ours), flag)
+            if len(written) > 1 or written == [""]:
+                take_all(ours, flag)
+                ours += [flag, written[-1]] if written[-1] else []
 
 
 def _note(command: str, table: Words, name: str, value: str) -> str:
@@ -112,7 +138,8 @@ def _note(command: str, table: Words, name: str, value: str) -> str:
         return f"{{}} is not needed: {table.always[name]}"
     if name in PIPELINES and value == "1":
         return "{} is not needed: there is no pipeline"
-    return f"there is no {{}}: {table.advice.get(name) or table.always[name]}"
+    advice = table.advice.get(name) or table.always[name]
+    return f"there is no {{}}: {advice.replace('{command}', command)}"
 
 
 def _complete(command: str, ours: list[str], given: Mapping[str, str]) -> dict[str, list[str]]:
@@ -120,23 +147,23 @@ def _complete(command: str, ours: list[str], given: Mapping[str, str]) -> dict[s
 
     Returns what else is to be said, of which words.
     """
-    if "model" in given and (not ours or ours[0].startswith("-")):
+    if "model" in given and not _has_model(ours):
         ours.insert(0, _preset(given["model"]))
     size = given.get("load_llama_config")  # EasyLM's and LWM's, where it takes a size
-    if size is not None:
+    if size is not None and not _has_model(ours):
         is_easylms = given.get("mesh_dim", "").count(",") == 2  # LWM's has four axes
         family = "llama-2" if is_easylms else "lwm"
         ours.insert(0, "tiny" if size == "debug" else f"{family}-{size}")
-    if "num_partitions" in given:
-        ours += ["--num-partitions", given["num_partitions"]]
-    for name in given.keys() & SUBFOLDERS:
+    for name in [name for name in given if name in SUBFOLDERS][-1:]:
         _set_run(ours, name, given[name])
     buckets = [word for word in ours if word.startswith(BUCKETS)]
     notes = {_MOUNT: buckets} if buckets else {}
-    for name in given.keys() & LAST_RATE:
-        fraction = _fraction(given[name], _last(ours, "--optimizer.learning-rate"))
+    name, equals, rate = (_last(ours, _FINAL_FRACTION) or "").partition("=")
+    if equals:
+        take_all(ours, _FINAL_FRACTION)
+        fraction = _fraction(rate, _last(ours, "--optimizer.learning-rate"))
         if fraction:
-            ours += ["--optimizer.final-fraction", fraction]
+            ours += [_FINAL_FRACTION, fraction]
         else:
             notes[_OF_PEAK] = [name]
     per_rank = [name for name in given if name in PER_RANK]
@@ -147,13 +174,20 @@ def _complete(command: str, ours: list[str], given: Mapping[str, str]) -> dict[s
         mesh = []
     elif mesh:
         take_all(ours, "--mesh")  # theirs says it
-    ours += [*mesh, *_rules(given)]
-    for name in per_rank:
+    rules = _rules(given)
+    if rules:
+        take_all(ours, "--rules")  # theirs says it
+    ours += [*mesh, *rules]
+    for name in per_rank[-1:]:
         ours += _batch(ours, name, given[name])
     return notes
 
 
-_OF_PEAK = "{} is --optimizer.final-fraction here, a fraction of --optimizer.learning-rate"
+def _has_model(ours: Sequence[str]) -> bool:
+    return bool(ours) and not ours[0].startswith("-")
+
+
+_OF_PEAK = f"{{}} is {_FINAL_FRACTION} here, a fraction of --optimizer.learning-rate"
 
 
 def _preset(name: str) -> str:
@@ -177,10 +211,8 @@ def _agree(mesh: str | None, theirs: str) -> bool:
 
 def _set_run(ours: list[str], name: str, folder: str) -> None:
     """Make `folder` the run's folder, below the one that the command names."""
-    if "--run" in ours:
-        ours[ours.index("--run") + 1] += f"/{folder}"
-    else:
-        ours += ["--run", f"runs/{folder}" if name == "run_name" else folder]
+    parent = take(ours, "--run") or ("runs" if name == "run_name" else "")
+    ours += ["--run", f"{parent}/{folder}" if parent else folder]
 
 
 def _fraction(rate: str, peak: str | None) -> str | None:
@@ -234,7 +266,7 @@ _NUMBER = re.compile("[0-9]*[.]?[0-9]+")
 
 
 def _own_value(name: str, flag: str, value: str, theirs: str) -> list[str]:
-    """A flag with what a value of another system is here; nothing if that is the default."""
+    """A flag with what a value of another system is here; "" if that is the default."""
     if name == "data_path" and " " in value:  # Megatron's: weight path weight path
         weights, paths = value.split()[::2], value.split()[1::2]
         pairs = zip(paths, weights, strict=False)
@@ -246,7 +278,7 @@ def _own_value(name: str, flag: str, value: str, theirs: str) -> list[str]:
     if own is None:
         known = " or ".join(dict.fromkeys(one for one in values.values() if one))
         raise MeshwrightError(f"there is no {theirs} here; give {flag} {known}, or leave it out")
-    return [flag, own] if own else []
+    return [flag, own]
 
 
 def _not_of(command: str, theirs: str, flag: str | None = None) -> str:
@@ -325,11 +357,13 @@ def _mesh(given_flags: Mapping[str, str], rest_to: str) -> list[str]:
         sizes |= {axis: size} if size else {}
     if not sizes:
         return []
-    if sizes.get("fsdp", -1) > 0 and named.keys() & WITHIN_DATA:
-        sizes["fsdp"], left = divmod(sizes["fsdp"], sizes["ep"])
-        if left:
+    sharding, experts = sizes.get("fsdp", -1), sizes.get("ep")
+    if sharding > 0 and experts is not None and named.keys() & WITHIN_DATA:
+        sizes["fsdp"], left = divmod(sharding, experts)
+        if left or experts < 0:
             raise MeshwrightError(
-                f"{sizes['ep']} ranks of experts do not divide the ranks that shard the weights"
+                f"{experts} ranks of experts do not divide the {sharding} ranks that shard the "
+                "weights; give a number that does"
             )
     if rest_to and -1 not in sizes.values():
         sizes = {rest_to if rest_to not in sizes else "dp": -1} | sizes
@@ -348,7 +382,7 @@ def _size(name: str, value: str) -> int:
     switch = {"": -1, "true": -1, "false": 0}.get(value.lower())
     if switch is not None:
         return switch
-    if not value.removeprefix("-").isdecimal():
+    if value != "-1" and not value.isdecimal():
         raise MeshwrightError(
             f"--{name} {value}: {value!r} is not a size; the mesh here is one setting, such as "
             "--mesh fsdp=-1,tp=2"

@@ -39,6 +39,11 @@ MODEL_NAMES = ("model", "model_name", "model_name_or_path", "model_path", "load_
           "model.name", "model.flavor", "module", "hf_model")  # fmt: skip
 
 
+FIRST_WORD = dict.fromkeys(
+    (*MODEL_NAMES, "hf_path"), "the model is the first word, as in meshwright {command} FOLDER"
+)
+
+
 class Words(NamedTuple):
     """What the words of other systems are for a group of commands."""
 
@@ -323,10 +328,8 @@ SERVING = Words(
     },
     advice={
         **PIPELINES,
-        **dict.fromkeys(
-            (*MODEL_NAMES, "hf_path", "load_checkpoint"),
-            "the model is the first word, as in meshwright serve FOLDER",
-        ),
+        **FIRST_WORD,
+        "load_checkpoint": FIRST_WORD["model"],
         "trust_remote_code": "no code of a model's folder is run; meshwright models and "
         "docs/train/hugging-face.md list the architectures",
         "revision": "write it after the model's name, as in meshwright serve org/name@main",
@@ -355,14 +358,14 @@ GENERATED = Words(
     always={"do_sample": "--temperature says it: 0 is greedy"},
     advice={
         **PIPELINES,
-        **dict.fromkeys(
-            (*MODEL_NAMES, "hf_path"),
-            "the model is the first word, as in meshwright generate FOLDER",
-        ),
+        **FIRST_WORD,
         "trust_remote_code": SERVING.advice["trust_remote_code"],
     },
 )
-OF_COMMAND = {"serve": SERVING, "generate": GENERATED, "chat": GENERATED}
+OTHERS = Words({}, {}, {}, advice=PIPELINES | FIRST_WORD)
+OF_COMMAND = {
+    "serve": SERVING, "generate": GENERATED, "chat": GENERATED, "eval": OTHERS, "export": OTHERS,
+}  # fmt: skip
 # whole groups of flags that have no counterpart one by one
 SECTIONS = {
     "train_dataset.": DATA,

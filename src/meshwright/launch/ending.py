@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import LONGEST_END_S, before_end, ending_by_signal
@@ -27,6 +28,7 @@ SAID = "meshwright/said/"  # by host: the process that prints the verdict
 EXIT_CODE = 75  # EX_TEMPFAIL: worth a restart, from the last checkpoint
 MISTAKE_CODE = 2  # a person must fix something: a restart would fail the same way
 _MISTAKE = re.compile(r"process \d+ stopped: ")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 POLL_S = 1.0  # how often each process checks whether another has exited
 
 
@@ -97,9 +99,17 @@ def _end_failed(store: Store, process_id: int, failure: BaseException, interval_
 def first_to_say(store: Store, process_id: int) -> bool:
     """Whether this process of its host is the one to print why the run ends."""
     try:
-        return store.put_once(SAID + socket.gethostname(), str(process_id)) == str(process_id)
+        return store.put_once(SAID + _host(), str(process_id)) == str(process_id)
     except CoordinatorLostError:
         return True
+
+
+def _host() -> str:
+    """The host's name and boot: containers on several hosts may have the same name."""
+    boot = ""
+    with contextlib.suppress(OSError):  # Linux alone has it
+        boot = BOOT_ID.read_text().strip()
+    return f"{socket.gethostname()}/{boot}"
 
 
 def _gone(store: Store, process_id: int, interval_s: float) -> str | None:

@@ -252,6 +252,7 @@ class Watchdog:
         def tell() -> None:
             assert self._store is not None
             verdict = agree_on_verdict(self._store, line)
+            agreed[0] = verdict, True  # should the store hang now
             agreed[0] = verdict, first_to_say(self._store, self._process_id)
 
         thread = threading.Thread(target=tell, daemon=True)
