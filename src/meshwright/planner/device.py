@@ -345,6 +345,8 @@ class DeviceStack:
     def _query_gradients(self) -> int:
         """Numbers of them for a token."""
         device, dims = self.device, self.device.sizes.dims
+        if not self.sizes.attention_weights:
+            return 0
         blocks = query_gradients(device.workload.lengths[self.sizes.field])
         if device.strategy in ("ring", "allgather") or device.exchange:
             return 0  # in parts; or in the place of what an exchange of experts is done with

@@ -6,7 +6,7 @@
 >>> workload = Workload.of(config, Machine.parse("v5p:4x4x4"))
 >>> step = StepModel(workload, Choice.of(fsdp=64))
 >>> len(step.collectives), max(step.peaks, key=lambda name: sum(step.peaks[name].values()))
-(15, 'loss')
+(15, 'attention')
 
 A schedule (planner/schedules) says what is all-gathered and kept when. Memory, time, reports and
 the comparison with compiled programs read these lists.

@@ -64,7 +64,7 @@ def paged_decode(
     with warnings.catch_warnings():  # that this backend will be removed
         warnings.simplefilter("ignore", DeprecationWarning)
         out, lse = pl.pallas_call(
-            functools.partial(_kernel, window, group, splits),
+            functools.partial(_kernel, window, group),
             grid=(kv_heads, batch, splits),
             in_specs=[
                 of_query,
@@ -192,7 +192,6 @@ def _splits(programs: int, width: int) -> int:
 def _kernel(
     window: int | None,
     group: int,
-    splits: int,
     q_ref: Any,
     pool_ref: Any,
     table_ref: Any,
@@ -205,7 +204,8 @@ def _kernel(
 
     queries, head_dim = q_ref.shape
     half, size = pool_ref.shape[0] // 2, pool_ref.shape[1]
-    own, length = pl.program_id(2), length_ref[()]  # every so many pages are this program's
+    # of every so many pages one is this program's
+    own, splits, length = pl.program_id(2), pl.num_programs(2), length_ref[()]
     is_small = pool_ref.dtype.itemsize == 1
     dtype = jnp.float16 if is_small else pool_ref.dtype
     is_query = jnp.arange(queries) < group
