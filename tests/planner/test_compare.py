@@ -30,6 +30,7 @@ from meshwright.planner import (
 from meshwright.planner.fastest import fastest
 from meshwright.planner.long_run import checkpoint_bytes
 from meshwright.planner.report import comparison_report
+from meshwright.planner.search import search
 
 DAY = 86400.0
 PARAMETERS = 1_235_814_400  # of Llama 3.2 1B, as Hugging Face says
@@ -86,6 +87,47 @@ def test_the_fastest_mesh_may_split_experts(on: str) -> None:
     found = fastest(workload, constraints_of(config))
     assert found is not None
     assert found.seconds == pytest.approx(best_step(config, workload.machine), rel=1e-12)
+
+
+# the mesh with the most fsdp has not always the fewest micro-batches: on a TPU the LM head's gradient
+# may wait unsharded, and offload and chunks of the mlp are tried only where nothing else fits
+SCARCE = [
+    ("llama-3.1-8b", "v5e:16x16", 512, 32768, "tp=1,sp=1"),
+    ("llama-3.1-8b", "v5e:16x16", 768, 32768, "tp=1,sp=1"),
+    ("llama-3.1-8b", "v5e:16x16", 1024, 32768, "tp=1,sp=1"),
+    ("llama-3.1-8b", "4*v5e:4x4", 256, 16384, "tp=1"),
+    ("llama-3.1-70b", "v6e:16x16", 1024, 8192, "tp=1"),
+    ("llama-3.1-70b", "2*v6e:16x16", 1024, 8192, "tp=1,sp=1"),
+    ("llama-2-13b", "v5e:4x8", 512, 32768, "tp=1"),
+    ("qwen3-14b", "h100:2x8", 128, 32768, "tp=1"),
+    ("llama-3.1-8b", "a100-40:2x8", 96, 16384, "sp=1"),
+    ("qwen3-30b-a3b", "v6e:8x8", 256, 8192, "tp=1,sp=1"),
+    ("t5-v1.1-xl", "v5e:4x4", 512, 512, None),
+]
+
+
+@pytest.mark.parametrize(("model", "on", "batch", "seq", "mesh"), SCARCE)
+def test_the_fastest_mesh_is_that_of_a_search_where_memory_is_scarce(
+    model: str, on: str, batch: int, seq: int, mesh: str | None
+) -> None:
+    config = TrainConfig(model, batch=batch, seq=seq)
+    workload, limits = Workload.of(config, Machine.parse(on)), constraints_of(config, (), mesh)
+    found, (best, *_) = fastest(workload, limits), search(workload, limits, "fastest")[0]
+    assert found is not None
+    assert found.memory.tight == best.memory.tight
+    assert found.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-2-13b", "llama-3.1-70b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("on", ["h100:4x8", "v5e:8x8", "v5e:16x16", "v6e:8x16", "2*v5p:4x4x4"])
+@pytest.mark.parametrize("seq", [8192, 32768])
+def test_the_fastest_mesh_of_long_sequences_too(model: str, on: str, seq: int) -> None:
+    config = TrainConfig(model, batch=768, seq=seq, override=("max_seq=32768",))
+    workload, limits = Workload.of(config, Machine.parse(on)), constraints_of(config)
+    found, best = fastest(workload, limits), search(workload, limits, "fastest")[0]
+    assert (found is None) == (not best)
+    assert found is None or found.seconds == pytest.approx(best[0].seconds, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -172,10 +214,13 @@ def test_chips_without_a_price_are_named_with_how_to_give_one() -> None:
     left_out = without_price(["any"], Catalogue())
     assert {*left_out, *Catalogue().prices, "cpu"} == {*CHIPS}
     assert without_price(["h100"], Catalogue()) == ()
+    assert {*left_out} - {*without_price(["any", "v3:4x4", "v2"], Catalogue())} == {"v3", "v2"}
     found = dataclasses.replace(found, unpriced=left_out)
     text = printed(found)
     for name in ("h200", *left_out):
         assert name in text
+    twice = asked(SMALL, "h100:8,h200:8,h200:2x8", Run(1e11), catalogue=catalogue)
+    assert "no price is known of h200: not compared" in printed(twice)
 
 
 def test_a_machine_with_a_size_costs_chips_times_hours_times_price() -> None:

@@ -5,19 +5,26 @@ below, each refined only while it is the least of all. A step cannot be shorter 
 the least remat and one micro-batch; nor than that and what tp, sp and ep make it wait for; neither
 depends on how the other devices are split into dp and fsdp. On one mesh it cannot be shorter than
 that step with all that it sends: more remat or micro-batches add more to the work than they give
-to hide under. And where all of them are fsdp, memory is the least: no split of them fits with fewer
-micro-batches. `search` finds the same mesh (tests).
+to hide under. And of the splits whose gradients are summed alike, the one with the most fsdp needs
+the least memory: no other fits with fewer micro-batches, but it may run the mlp in chunks or
+offload, which are tried where nothing else fits. `search` finds the same mesh (tests).
 """
 
+import dataclasses
 import functools
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+from meshwright.arithmetic import divisors
+from meshwright.machines import Machine
 from meshwright.models import OFFLOAD
+from meshwright.planner.compilers import all_reduces
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.links import over, place_axes
+from meshwright.planner.memory import offers_offload
 from meshwright.planner.search import (
     Candidate,
     allowed_meshes,
@@ -36,6 +43,7 @@ Bounds = dict[tuple[int, int, int], float]
 _OVER_DATA = frozenset({"dp", "fsdp"})
 Variant = tuple[bool, int, str]
 """What tells relaxed steps on one mesh from each other."""
+_Ways = dict[Variant, list[StepModel]]
 
 
 def fastest(
@@ -100,6 +108,7 @@ class _Split:
         along = [step for step in self.steps if step.choice.sequence_parallel]
         self.work = min(map(_work, along or self.steps))
         self._times: dict[tuple[Choice, Variant], StepTime] = {}  # of relaxed steps
+        self._alike: dict[bool, _MostSharded] = {}
 
     @functools.cached_property
     def _waits(self) -> dict[Variant, tuple[float, StepModel]]:
@@ -135,45 +144,118 @@ class _Split:
             shortest = min(shortest, self._time(mesh, variant).step)
         return shortest
 
-    @functools.cached_property
-    def _fitting(self) -> list[Candidate] | None:
-        """The ways that fit where all is fsdp; None if that mesh cannot be."""
-        if why_not(self.workload, self.sharded, self.limits) is not None:
-            return None
-        return feasible(self.workload, self.sharded, self.limits)[0]
+    def _most_sharded(self, mesh: Choice) -> "_MostSharded":
+        """Of the meshes whose gradients are summed as on this one, that with the most fsdp."""
+        summed = _sums(mesh, self.workload.machine)
+        if summed not in self._alike:
+            devices = mesh.size("dp", "fsdp")
+            splits = (
+                mesh.changed(sizes={**mesh.sizes, "dp": dp, "fsdp": devices // dp})
+                for dp in divisors(devices)
+            )
+            first = next(each for each in splits if _sums(each, self.workload.machine) == summed)
+            self._alike[summed] = _MostSharded(self.workload, self.limits, first)
+        return self._alike[summed]
 
     def fitting(self, mesh: Choice, limit: float) -> float:
         """Seconds at least of what fits on a mesh, 0 if that says nothing."""
-        if why_not(self.workload, mesh, self.limits) is not None or self._fitting == []:
+        least = self._most_sharded(mesh)
+        if why_not(self.workload, mesh, self.limits) is not None or least.fits == []:
             return math.inf
         # of ways that need the reserve, others may be better that do not
-        if self._fitting is None or self._fitting[0].memory.tight:
+        if least.fits is None or least.fits[0].memory.tight or not self.limits.allows(least.mesh):
             return 0.0
-        shortest = math.inf
-        for least, variant in self._least:
-            if least >= min(limit, shortest):
-                break
-            waits, _ = self._waits[variant]
-            for one in self._ways.get(variant, ()):
-                if one.working_seconds + waits < min(limit, shortest):
-                    shortest = min(shortest, least_seconds(one.step, self._time(mesh, variant)))
+        shortest = self._shortest(mesh, least.ways, limit)
+        if mesh.sizes != least.mesh.sizes:
+            for more in least.sparing:
+                # if memory were no limit, then what fits
+                if self._shortest(mesh, more.relaxed, shortest) < shortest:
+                    shortest = self._shortest(mesh, more.ways, shortest)
         return shortest
 
-    @functools.cached_property
-    def _ways(self) -> dict[Variant, list[Candidate]]:
-        """What fits where all is fsdp."""
-        ways: dict[Variant, list[Candidate]] = {}
-        for one in different(self._fitting or []):
-            ways.setdefault(_variant(one.choice), []).append(one)
-        return ways
+    def _shortest(self, mesh: Choice, ways: _Ways, limit: float) -> float:
+        """Seconds at least of some ways on a mesh; `limit` if not less than that."""
+        shortest = limit
+        for least, variant in self._least:
+            if least >= shortest:
+                break
+            waits, _ = self._waits[variant]
+            for step in ways.get(variant, ()):
+                if _work(step) + waits < shortest:
+                    shortest = min(shortest, least_seconds(step, self._time(mesh, variant)))
+        return shortest
 
     def quickest(self, mesh: Choice) -> Candidate | None:
         """The fastest way that fits on a mesh."""
-        if mesh.sizes == self.sharded.sizes and self._fitting is not None:
-            fits = self._fitting
+        least = self._most_sharded(mesh)
+        if mesh.sizes == least.mesh.sizes and least.fits is not None:
+            fits = least.fits
         else:
             fits, _ = feasible(self.workload, mesh, self.limits)
         return quickest(fits) if fits else None
+
+
+class _MostSharded:
+    """What fits on the mesh with the most fsdp of those whose gradients are summed alike.
+
+    No other of them needs less memory: what fits there fits here, with no more micro-batches.
+    """
+
+    def __init__(self, workload: Workload, limits: Constraints, mesh: Choice) -> None:
+        self.workload, self.limits, self.mesh = workload, limits, mesh
+
+    @functools.cached_property
+    def fits(self) -> list[Candidate] | None:
+        """The ways that fit; None if that mesh cannot be."""
+        if why_not(self.workload, self.mesh, self.limits) is not None:
+            return None
+        step = StepModel(self.workload, self.mesh)
+        if sum(step.schedule.always(step).values()) > step.machine.usable_memory:
+            return []  # whatever the remat and micro-batches
+        return feasible(self.workload, self.mesh, self.limits)[0]
+
+    @functools.cached_property
+    def ways(self) -> _Ways:
+        """Steps that fit and leave the reserve free."""
+        fits = [one for one in self.fits or () if not one.memory.tight]
+        return _by_variant(one.step for one in different(fits))
+
+    @functools.cached_property
+    def relaxed(self) -> _Ways:
+        """The steps if memory were no limit."""
+        return _by_variant(_relaxed(self.workload, self.mesh, self.limits))
+
+    @functools.cached_property
+    def sparing(self) -> "list[_MostSharded]":
+        """With what is tried only where nothing else fits, as it may on another mesh."""
+        if not self.fits:
+            return []
+        first, fixed = self.fits[0].choice, self.limits.fixed
+        chunk = max(each.mlp_chunk for each in variants(self.workload, self.mesh, self.limits))
+        chunks: list[dict[str, Any]] = [{"mlp_chunk": chunk}] if chunk > first.mlp_chunk else []
+        offload: list[dict[str, Any]] = []
+        if "remat" not in fixed and first.remat != OFFLOAD and offers_offload(self.workload):
+            offload = [{"remat": OFFLOAD} | more for more in ({}, *chunks)]
+        return [
+            _MostSharded(
+                self.workload,
+                dataclasses.replace(self.limits, fixed={**fixed, **more}),
+                self.mesh,
+            )
+            for more in chunks + offload
+        ]
+
+
+def _by_variant(steps: Iterable[StepModel]) -> _Ways:
+    ways: _Ways = {}
+    for step in steps:
+        ways.setdefault(_variant(step.choice), []).append(step)
+    return ways
+
+
+def _sums(mesh: Choice, machine: Machine) -> bool:
+    """Whether gradients are all-reduced within a TPU's slice: the LM head's waits unsharded."""
+    return machine.is_tpu and all_reduces(mesh, machine)
 
 
 def _variant(choice: Choice) -> Variant:

@@ -122,11 +122,12 @@ def without_price(names: Sequence[str], catalogue: Catalogue) -> tuple[str, ...]
     """The chips that `any` leaves out, where it is among the names; a CPU is not rented by chip."""
     if ANY not in names:
         return ()
+    machines = machines_named(names, catalogue)
+    compared = {(one.chip if isinstance(one, Machine) else one).name for one in machines}
     chips = {**CHIPS, **catalogue.own}
     return tuple(
-        name for name, chip in chips.items()
-        if name not in catalogue.prices and chip.platform != "cpu"
-    )  # fmt: skip
+        name for name, chip in chips.items() if name not in compared and chip.platform != "cpu"
+    )
 
 
 @without_collector()

@@ -134,11 +134,7 @@ def plan_config(
     remat, policies = limits.fixed.get("remat"), workload.remat
     if remat is not None and remat not in policies:
         raise MeshwrightError(f"remat={remat!r} is not a policy{did_you_mean(remat, policies)}")
-    if engine is not None:
-        estimates, refused = search_serving(workload, limits, rank_by)
-    else:
-        found, refused = search(workload, limits, rank_by)
-        estimates = [estimated(one) for one in found]
+    estimates, refused = _search(workload, limits, rank_by)
     if not estimates:
         raise MeshwrightError(_nothing(workload, limits, refused))
     best = estimates[0].choice
@@ -156,6 +152,16 @@ def plan_config(
         imbalance=imbalance,
         like=like,
     )
+
+
+def _search(
+    workload: Workload, limits: Constraints, rank_by: RankBy
+) -> tuple[list[Estimate], list[Refusal]]:
+    """Every mesh that fits, the best first, and every one that does not, with why."""
+    if workload.engine is not None:
+        return search_serving(workload, limits, rank_by)
+    found, refused = search(workload, limits, rank_by)
+    return [estimated(one) for one in found], refused
 
 
 def _config(
@@ -303,8 +309,11 @@ def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) ->
         )
         if near := _nearest_that_fit(workload, limits):
             said += f"; mesh {one_of(mesh.mesh for mesh in near)} would fit"
-        bigger = _larger_that_fits(workload, limits)
-        return said if bigger is None else f"{said}; '{limits}' fits on '{bigger}'"
+        if bigger := _larger_that_fits(workload, limits):
+            return f"{said}; '{limits}' fits on '{bigger}'"
+        free = Constraints(fixed=limits.fixed)
+        others = [] if near else _search(workload, free, "throughput")[1]
+        return f"{said}; without '{limits}': {_nothing(workload, free, others)}" if others else said
     accumulation = limits.fixed.get("accumulation", 1)
     if workload.batch % accumulation:
         return (

@@ -23,10 +23,11 @@ def short_mesh(choice: Choice) -> str:
     return ",".join(split) or "fsdp=1"
 
 
-def unpriced_note(chips: Sequence[str]) -> list[str]:
+def unpriced_note(names: Sequence[str]) -> list[str]:
     """Of chips that are not compared by their cost, how to give a price; [] if there are none."""
-    if not chips:
+    if not names:
         return []
+    chips = list(dict.fromkeys(names))  # one may be there in several sizes
     return [
         f"no price is known of {', '.join(chips)}: not compared by cost; give one in a file, "
         f"--catalogue prices.toml: [prices], then {chips[0]} = dollars of a chip and hour"
