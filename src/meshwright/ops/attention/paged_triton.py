@@ -153,10 +153,8 @@ def write_pages(
     tokens, *of_token = k.shape
     heads, width = (pl.next_power_of_2(size) for size in of_token)
     of_tokens = pl.BlockSpec((None, heads, width), lambda t: (t, 0, 0))
-    number, whole = (
-        pl.BlockSpec((None,), lambda t: (t,)),
-        pl.BlockSpec(pool.shape, lambda t: (0,) * 4),
-    )
+    number = pl.BlockSpec((None,), lambda t: (t,))
+    whole = pl.BlockSpec((*pool.shape[:2], heads, width), lambda t: (0,) * 4)
 
     def kernel(k_ref: Any, v_ref: Any, page_ref: Any, place_ref: Any, _: Any, out_ref: Any) -> None:
         inside = (jnp.arange(heads) < of_token[0])[:, None] & (jnp.arange(width) < of_token[1])[
@@ -165,8 +163,7 @@ def write_pages(
         page, place = page_ref[()], place_ref[()]
         for ref, at in ((k_ref, page), (v_ref, page + pool.shape[0] // 2)):
             value = triton.load(ref.at[...], mask=inside, other=0)
-            target = out_ref.at[at, place, pl.ds(0, heads), pl.ds(0, width)]
-            triton.store(target, value, mask=inside)
+            triton.store(out_ref.at[at, place], value, mask=inside)
 
     with warnings.catch_warnings():  # that this backend will be removed
         warnings.simplefilter("ignore", DeprecationWarning)
