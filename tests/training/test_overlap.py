@@ -63,7 +63,12 @@ def test_the_plan_hides_all_gathers_on_a_tpu_that_is_told_to_and_says_it() -> No
     assert told.best.step_seconds < plain.best.step_seconds
     assert not plain.warnings
     assert not told.warnings
-    assert told.best.memory.total > plain.best.memory.total
+    assert told.best.memory.total == plain.best.memory.total  # attention's is the largest moment
+    small = [
+        mw.plan("llama-3.2-1b", "v5p:2x2x2", 16, 2048, mesh="fsdp=8", overlap=overlap)
+        for overlap in ("off", "on")
+    ]
+    assert small[0].best.memory.total < small[1].best.memory.total  # here the loss is
     assert any("--compute.overlap on" in line for line in next_commands(told, told.best.choice))
     assert any("--compute.overlap off" in line for line in next_commands(plain, plain.best.choice))
     on_gpus = [
