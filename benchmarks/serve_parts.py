@@ -1,6 +1,6 @@
 """The parts of a decode step on a GPU with fp8 units: matmuls, and attention over pages.
 
-    python benchmarks/serve_parts.py                       # prints three tables
+    python benchmarks/serve_parts.py                       # prints four tables
     python benchmarks/serve_parts.py --cpu --matmuls       # tiny matmuls: a smoke test
 
 Each matmul is timed as a program of eight with weights of their own, so that neither the launch nor
@@ -28,6 +28,13 @@ MATMULS = ((4096, 6144), (4096, 28672), (14336, 4096))  # of the 8B shape
 TOKENS = (1, 16, 32, 128, 256, 2048)
 # sequences, tokens of each, heads, kv heads, head_dim
 PAGED = ((256, 1536, 32, 8, 128), (128, 640, 32, 8, 64))
+# sequences, tokens of each, kv heads (of 32 heads), pages of a table
+FEW = (
+    (1, 512, 8, 16), (2, 512, 4, 16), (2, 4096, 4, 128), (2, 30000, 8, 512), (4, 512, 8, 128),
+    (8, 512, 8, 128), (8, 4096, 8, 128), (16, 512, 8, 128), (16, 2048, 4, 128), (32, 512, 8, 16),
+    (32, 2048, 8, 128), (128, 600, 8, 16), (128, 2048, 8, 64),
+)  # fmt: skip
+LAYERS = 16  # with a pool each, one after the other
 PAGE = 64
 
 
@@ -166,6 +173,48 @@ def paged_table(bandwidth: float) -> list[str]:
     return lines
 
 
+def few_table() -> list[str]:
+    """Decode in a program of layers, by cuDNN and by ours, to choose where sequences are few."""
+    from meshwright.ops.attention import fused
+    from meshwright.ops.attention.paged_triton import paged_decode
+
+    def cudnn(q: jax.Array, pool: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
+        counts, values = (jnp.ones_like(lengths), lengths), tables + pool.shape[0] // 2
+        inputs = fused.Inputs(q[:, None], pool, pool, counts=counts, tables=(tables, values))
+        return fused.output(inputs)[:, 0]
+
+    def ours(q: jax.Array, pool: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
+        return paged_decode(q, pool, tables, lengths)[0]
+
+    lines = [
+        "| sequences × tokens, kv heads, table | cuDNN, µs | ours | ratio |",
+        "|---|---|---|---|",
+    ]
+    for batch, length, kv_heads, width in FEW:
+        used = -(-length // PAGE)
+        tables = np.zeros((batch, width), np.int32)
+        order = np.random.default_rng(0).permutation(batch * used) + 1
+        tables[:, :used] = order.reshape(batch, used)
+        shape = (2 * (batch * used + 1), PAGE, kv_heads, 128)
+        keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+        pools = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys[1:]]
+        q = jax.random.normal(keys[0], (batch, 32, 128), jnp.bfloat16)
+        times = []
+        for decode in (cudnn, ours):
+
+            def layers(q: jax.Array, pools: Any, *where: jax.Array, decode: Any = decode) -> Any:
+                for pool in pools:
+                    q = q + 0.01 * decode(q, pool, *where)
+                return q
+
+            where = jnp.asarray(tables), jnp.full((batch,), length, jnp.int32)
+            times.append(microseconds(jax.jit(layers), q, pools, *where, calls=5) / LAYERS)
+        ratio = f"{times[0]:.1f} | {times[1]:.1f} | {times[1] / times[0]:.2f}"
+        lines.append(f"| {batch} × {length:,}, {kv_heads}, {width} pages | {ratio} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--matmuls", action="store_true", help="these alone")
@@ -181,7 +230,7 @@ def main() -> None:
         if not args.matmuls:
             lines += ["", *layer_table()]
     if not args.matmuls:
-        lines += ["", *paged_table(bandwidth)]
+        lines += ["", *paged_table(bandwidth), "", *few_table()]
     print("\n".join(["", device.device_kind, "", *lines]))
 
 

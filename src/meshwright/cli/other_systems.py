@@ -98,15 +98,15 @@ def check_flags(command: str, words: Sequence[str]) -> None:
     _keep_last(ours, translated)
     if theirs:
         notes |= _complete(command, ours, given_flags)
-    said = [note.replace("{}", ", ".join(flags)) for note, flags in notes.items()]
+    sentences = [note.replace("{}", ", ".join(flags)) for note, flags in notes.items()]
     if theirs:
         subject = "this is a flag" if len(theirs) == 1 else "these are flags"
-        said.append(
+        sentences.append(
             f"{', '.join(theirs)}: {subject} of another system; the same here: "
             f"meshwright {command} {shlex.join(ours)}"
         )
-    if said:
-        raise MeshwrightError("; ".join(said))
+    if sentences:
+        raise MeshwrightError("; ".join(sentences))
 
 
 _FINAL_FRACTION = "--optimizer.final-fraction"

@@ -288,9 +288,12 @@ def _compare(
 
     allowed = constraints_of(config, named, limits)
     machines = machines_named(names, catalogue)
-    found = compare(config, machines, run, allowed, catalogue=catalogue, like=stack)
-    found = dataclasses.replace(found, unpriced=without_price(names, catalogue))
-    return found, curve(config, found.best.machine, allowed, like=stack) if curves else None
+    comparison = dataclasses.replace(
+        compare(config, machines, run, allowed, catalogue=catalogue, like=stack),
+        unpriced=without_price(names, catalogue),
+    )
+    best = comparison.best.machine
+    return comparison, curve(config, best, allowed, like=stack) if curves else None
 
 
 def _print_compared(
@@ -363,10 +366,10 @@ def _serve_load(
 
 def _with_progress(machines: Sequence[Machine | Chip]) -> Iterator[Machine | Chip]:
     """The machines; on a terminal a line every few seconds, as the load is simulated for each."""
-    said = time.monotonic()
+    printed_at = time.monotonic()
     for done, machine in enumerate(machines):
-        if done and sys.stderr.isatty() and time.monotonic() - said > _EVERY_S:
-            said = time.monotonic()
+        if done and sys.stderr.isatty() and time.monotonic() - printed_at > _EVERY_S:
+            printed_at = time.monotonic()
             print(
                 f"simulated the load on {done} of {count(len(machines), 'machine')}",
                 file=sys.stderr,

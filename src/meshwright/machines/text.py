@@ -120,10 +120,10 @@ def _shape_for(chip: Chip, sizes: tuple[int, ...], text: str) -> tuple[int, ...]
 
 def _counted(name: str) -> str | None:
     """What is meant by a number and a chip that are written another way, such as 8xH100."""
-    found = re.fullmatch(r"([0-9]{1,5}) ?x? ?(\w.*)|(.*\w) ?x ?([0-9]{1,5})", name.lower())
-    if found is None:
+    match = re.fullmatch(r"([0-9]{1,5}) ?x? ?(\w.*)|(.*\w) ?x ?([0-9]{1,5})", name.lower())
+    if match is None:
         return None
-    chip, number = find_chip(found[2] or found[3]), int(found[1] or found[4])
+    chip, number = find_chip(match[2] or match[3]), int(match[1] or match[4])
     if chip is None or chip.platform == "tpu" or not number:  # whose shape is not known
         return None
     hosts, rest = divmod(number, chip.chips_per_host)

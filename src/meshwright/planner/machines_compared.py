@@ -5,9 +5,8 @@
 
 A machine with a size is taken as it is. A chip without one is tried in every size that can be
 rented, each about twice the one before, and the size that answers the question is kept: the
-cheapest that meets the deadline and the budget or, with a budget alone, the fastest within it. A
-larger size must be cheaper by more than NEAR: costs are not known better than that, and fewer chips
-fail less often. Of each machine the fastest mesh counts.
+cheapest that meets the deadline and the budget or, with a budget alone, the fastest within it. Of
+each machine the fastest mesh counts.
 """
 
 import dataclasses
@@ -36,7 +35,6 @@ ANY = "any"
 MOST_CHIPS = 16384  # of one run: Llama 3 405B's
 _NO_PRICE = "no price is known; give one with --catalogue FILE"
 _ONE_GPU = Machine(CHIPS["h100"], (1, 1))  # where a number does not depend on the machine
-NEAR = 0.01  # of a cost: with less between two sizes, the one with fewer chips is taken
 WORSE = 2  # sizes, one after the other, that are no better: then no larger one is tried
 
 
@@ -93,7 +91,6 @@ class Comparison:
     refused: tuple[NoOffer, ...]
     like: str = ""  # the stack whose speed is planned; "": our own
     catalogue: str = ""  # the file of --catalogue
-    sized: bool = False  # whether the number of chips was chosen of some
     unpriced: tuple[str, ...] = ()  # chips that `any` leaves out
 
     @property
@@ -162,9 +159,7 @@ def compare(
         raise MeshwrightError(_impossible(ask, machines, refused))
     # those without a price last, by their time
     offers.sort(key=lambda one: (one.cost is None, ask.order(one) if one.cost else one.seconds))
-    sized = any(isinstance(machine, Chip) for machine in machines)
-    file = ask.catalogue.file
-    return Comparison(config, run, tuple(offers), tuple(refused), like, file, sized)
+    return Comparison(config, run, tuple(offers), tuple(refused), like, ask.catalogue.file)
 
 
 def _answer(ask: "_Ask", machine: Machine | Chip) -> Offer | NoOffer:
@@ -281,7 +276,7 @@ class _Ask:
                 if best is not None:
                     better = self.order(best)
                     if better != best.seconds:  # dollars or chip-hours
-                        better *= (1 - NEAR) * 3600 / an_hour
+                        better *= 3600 / an_hour
                     longest = min(longest, better)
                 offer = self.offer(machine, longest, bounds)
                 if offer is not None:

@@ -303,17 +303,19 @@ def _nothing(workload: Workload, limits: Constraints, refused: list[Refusal]) ->
     within = f" within '{limits}'" if limits.limits else ""
     what = f"{name} with batch={workload.batch}, seq={workload.seq} on '{machine}'"
     if not refused:
-        said = (
+        problem = (
             f"no mesh of {count(machine.num_devices, 'device')} lies{within}: the sizes of "
             f"{', '.join(axes[:-1])} and {axes[-1]} must multiply to {machine.num_devices:,}"
         )
         if near := _nearest_that_fit(workload, limits):
-            said += f"; mesh {one_of(mesh.mesh for mesh in near)} would fit"
+            problem += f"; mesh {one_of(mesh.mesh for mesh in near)} would fit"
         if bigger := _larger_that_fits(workload, limits):
-            return f"{said}; '{limits}' fits on '{bigger}'"
+            return f"{problem}; '{limits}' fits on '{bigger}'"
         free = Constraints(fixed=limits.fixed)
         others = [] if near else _search(workload, free, "throughput")[1]
-        return f"{said}; without '{limits}': {_nothing(workload, free, others)}" if others else said
+        if not others:
+            return problem
+        return f"{problem}; without '{limits}': {_nothing(workload, free, others)}"
     accumulation = limits.fixed.get("accumulation", 1)
     if workload.batch % accumulation:
         return (

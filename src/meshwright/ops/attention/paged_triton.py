@@ -99,7 +99,7 @@ def _merged(
     splits, batch, heads, head_dim = out.shape
     many = pl.next_power_of_2(splits)
 
-    def kernel(out_ref: Any, lse_ref: Any, whole_ref: Any, total_ref: Any) -> None:
+    def kernel(out_ref: Any, lse_ref: Any, merged_ref: Any, total_ref: Any) -> None:
         inside = jnp.arange(many) < splits
         each = triton.load(lse_ref.at[...], mask=inside, other=_LOWEST)
         most = jnp.max(each, axis=0)
@@ -108,11 +108,11 @@ def _merged(
         parts = triton.load(
             out_ref.at[...], mask=jnp.broadcast_to(inside[:, None], out_ref.shape), other=0.0
         )
-        whole = jnp.sum(parts * weights[:, None], axis=0) / total
-        whole_ref[...] = whole.astype(whole_ref.dtype)
+        merged = jnp.sum(parts * weights[:, None], axis=0) / total
+        merged_ref[...] = merged.astype(merged_ref.dtype)
         total_ref[()] = most + jnp.log(total)
 
-    whole, total = pl.pallas_call(
+    merged, total = pl.pallas_call(
         kernel,
         grid=(batch, heads),
         in_specs=[
@@ -131,7 +131,7 @@ def _merged(
         interpret=interpret,
         name="paged_decode_merged",
     )(out, lse)
-    return whole, total
+    return merged, total
 
 
 def write_pages(
@@ -154,7 +154,7 @@ def write_pages(
     heads, width = (pl.next_power_of_2(size) for size in of_token)
     of_tokens = pl.BlockSpec((None, heads, width), lambda t: (t, 0, 0))
     number = pl.BlockSpec((None,), lambda t: (t,))
-    whole = pl.BlockSpec((*pool.shape[:2], heads, width), lambda t: (0,) * 4)
+    of_pool = pl.BlockSpec((*pool.shape[:2], heads, width), lambda t: (0,) * 4)
 
     def kernel(k_ref: Any, v_ref: Any, page_ref: Any, place_ref: Any, _: Any, out_ref: Any) -> None:
         inside = (jnp.arange(heads) < of_token[0])[:, None] & (jnp.arange(width) < of_token[1])[
@@ -170,8 +170,8 @@ def write_pages(
         written: jax.Array = pl.pallas_call(
             kernel,
             grid=(tokens,),
-            in_specs=[of_tokens, of_tokens, number, number, whole],
-            out_specs=whole,
+            in_specs=[of_tokens, of_tokens, number, number, of_pool],
+            out_specs=of_pool,
             out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
             input_output_aliases={4: 0},
             compiler_params=triton.CompilerParams(num_warps=2, num_stages=1),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.machines import Machine
-from meshwright.planner.machines_compared import NEAR, Comparison, Offer
+from meshwright.planner.machines_compared import Comparison, Offer
 from meshwright.planner.report.phrases import derivation, folded, short_mesh, unpriced_note
 from meshwright.present import (
     Column,
@@ -66,14 +66,9 @@ def _heading(found: Comparison) -> str:
 
 
 def _notes(found: Comparison) -> list[str]:
-    """How sizes are chosen, and which chips are not compared by their cost."""
-    notes = []
-    if found.sized and (found.run.within < math.inf or found.run.budget == math.inf):
-        notes.append(
-            f"of a chip's sizes the cheapest; fewer chips where that costs at most {NEAR:.0%} more"
-        )
+    """Which chips are not compared by their cost."""
     names = [one.machine.chip.name for one in found.offers if one.price is None]
-    return notes + unpriced_note([*names, *found.unpriced])
+    return unpriced_note([*names, *found.unpriced])
 
 
 _COLUMNS = [
