@@ -28,6 +28,7 @@ from meshwright.serving import (
     Sampling,
     start_engine,
 )
+from meshwright.serving.programs import Programs
 from meshwright.serving.source import generation_mesh, load_weights, model_source
 
 RandomModel = Callable[..., Model]
@@ -98,6 +99,14 @@ def check_logprobs(engine: Engine, model: Model, prompts: list[tuple[int, ...]])
 
 def test_mixed_requests_have_the_logits_of_training(engine: Engine, model: Model) -> None:
     check_logprobs(engine, model, PROMPTS)
+
+
+def test_one_sequence_in_a_program_of_two_as_on_gpus(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Programs, "batches", (2,))
+    with on_demand(model, max_batch=1, batch_buckets=None) as engine:
+        check_logprobs(engine, model, PROMPTS[:2])
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class Executor:
         programs = self.programs
         self.sizes = Sizes(
             programs.widths, programs.prompt_shapes, programs.pages, programs.chunk_places,
-            programs.kernel, programs.config.batches,
+            programs.kernel, programs.batches,
         )  # fmt: skip
 
     @property

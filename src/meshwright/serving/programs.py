@@ -420,7 +420,7 @@ class Programs(Steps):
         if key not in self._functions:
             if self.is_ready and self.config.strict:
                 raise MeshwrightError(f"strict: {key} would be compiled while serving")
-            on_gpu = self.mesh.devices.flat[0].platform in ("gpu", "cuda")
+            on_gpu = self._platform in ("gpu", "cuda")
             options = _GPU_OPTIONS if on_gpu else None
             self._functions[key] = jax.jit(
                 function, donate_argnums=donated, compiler_options=options
@@ -439,7 +439,7 @@ class Programs(Steps):
         """All shapes that programs have."""
         full = self.config.max_batch
         found: list[Shape | PromptShape] = [*self.prompt_shapes]
-        found += [Shape(decode) for decode in self.config.batches]
+        found += [Shape(decode) for decode in self.batches]
         for chunks, length in self.config.chunks:
             found += [Shape(full, chunks, length, first) for first in (True, False)]
         if not self.config.prompt_logprobs:
@@ -447,13 +447,23 @@ class Programs(Steps):
         chunks, length = scoring_shape(self.config)
         return found + [Shape(full, chunks, length, first, True) for first in (True, False)]
 
+    @property
+    def _platform(self) -> str:
+        return str(self.mesh.devices.flat[0].platform)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes of decode programs. On a GPU none is 1: XLA has a slow matmul for it."""
+        fewest = 2 if self._platform in ("gpu", "cuda") else 1
+        return tuple(sorted({max(size, fewest) for size in self.config.batches}))
+
     def fastest_batches(self) -> tuple[int, ...]:
         """The sizes of decode batches without those that take as long as a larger one.
 
         A GPU's matmuls of one to eight tokens can be slower than those of sixteen.
         """
-        sizes = self.config.batches
-        if self.mesh.devices.flat[0].platform == "cpu":
+        sizes = self.batches
+        if self._platform == "cpu":
             return sizes
         times = [self._seconds(Shape(size)) for size in sizes]
         return tuple(

@@ -98,7 +98,7 @@ class Sampler:
     def prepare(self) -> None:
         """Compile every program, by running it for the slot that nobody has."""
         config = self._programs.config
-        for size in (*config.batches, config.max_batch + self._programs.chunk_places):
+        for size in (*self._programs.batches, config.max_batch + self._programs.chunk_places):
             logits = self._programs.put(np.zeros((size, self._size), np.float32))
             where = np.zeros((2, size), np.int32)
             where[0] = config.max_batch

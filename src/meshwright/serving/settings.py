@@ -110,7 +110,6 @@ class EngineConfig:
     @property
     def batches(self) -> tuple[int, ...]:
         """The batch sizes of decode programs, ascending; the last is max_batch."""
-        # from 2 on: XLA computes a matmul of one token by a slow kernel on GPUs
         sizes = self.batch_buckets or (2, 16, 32, 64, 128, 256, 512, 1024)
         return (*sorted(size for size in set(sizes) if 0 < size < self.max_batch), self.max_batch)
 
