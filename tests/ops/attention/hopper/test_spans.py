@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from meshwright.ops.attention.hopper.spans import Documents, Lengths, guide
+from meshwright.ops.attention.hopper.spans import Documents, Lengths, guide, tile_and_pair
 from meshwright.ops.attention.mask import Mask
 
 MASKS = [
@@ -97,3 +97,25 @@ def test_four_documents_take_a_quarter_of_the_work() -> None:
     assert (end - first).tolist() == [2] * 16
     assert (whole_first == first).all()
     assert (whole_end == end).all()
+
+
+@pytest.mark.parametrize(
+    ("pairs", "pair_bytes"), [(1, 1), (6, 1), (16, 1), (16, 2**25), (8, 2**30)]
+)
+def test_every_thread_block_has_another_tile(pairs: int, pair_bytes: int) -> None:
+    tiles = 5
+    blocks = jnp.arange(tiles * pairs)
+    tile, pair = (np.asarray(x) for x in tile_and_pair(blocks, tiles, pairs, pair_bytes))
+    assert sorted(zip(tile, pair, strict=True)) == [
+        (t, p) for t in range(tiles) for p in range(pairs)
+    ]
+    assert np.all(np.diff(tile[pair == 0]) == 1)  # the first tile first
+
+
+def test_few_pairs_run_together_and_fewer_that_read_much() -> None:
+    def together(pairs: int, pair_bytes: int) -> int:
+        tile, _ = tile_and_pair(jnp.arange(4 * pairs), 4, pairs, pair_bytes)
+        return int(np.argmax(np.asarray(tile) > 0))
+
+    assert [together(pairs, 1) for pairs in (1, 4, 6, 64)] == [1, 4, 2, 8]
+    assert [together(64, size * 2**20) for size in (20, 64, 200)] == [8, 2, 1]

@@ -26,7 +26,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.ops.attention.block import Gradients, Partial
-from meshwright.ops.attention.hopper.spans import RUNS, Documents, Lengths, Span, guide, masked
+from meshwright.ops.attention.hopper.spans import (
+    RUNS,
+    Documents,
+    Lengths,
+    Span,
+    guide,
+    masked,
+    tile_and_pair,
+)
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.collectives import untyped
 from meshwright.ops.mosaic import LOG2_E, load, mosaic, pallas, when
@@ -175,9 +183,10 @@ def _block(sizes: _Sizes, mask: Mask, refs: _Refs) -> None:
     """The program of one thread block."""
     plgpu = mosaic()
     group, block = lax.axis_index("group"), lax.axis_index("block")
-    # thread blocks of the same heads run at the same time, so that queries come from the cache; the
-    # first keys, which most queries attend to, start first
-    tile, pair = lax.rem(block, sizes.blocks), lax.div(block, sizes.blocks)
+    # the first keys, which most queries attend to, start first
+    batch, queries = refs.q.shape[:2]
+    queried = 2 * 2 * queries * sizes.group * sizes.head_dim  # bytes of queries and their gradients
+    tile, pair = tile_and_pair(block, sizes.blocks, batch * sizes.kv_heads, queried)
     place = _Place(lax.div(pair, sizes.kv_heads), lax.rem(pair, sizes.kv_heads), tile)
     span_index = place.sequence if refs.spans.shape[0] > 1 else jnp.int32(0)
     first, whole, whole_end, end = Span(

@@ -18,7 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.ops.attention.block import Partial
-from meshwright.ops.attention.hopper.spans import RUNS, Documents, Lengths, Span, guide, masked
+from meshwright.ops.attention.hopper.spans import (
+    RUNS,
+    Documents,
+    Lengths,
+    Span,
+    guide,
+    masked,
+    tile_and_pair,
+)
 from meshwright.ops.attention.mask import Mask
 from meshwright.ops.collectives import untyped
 from meshwright.ops.mosaic import LOG2_E, load, mosaic, pallas, when
@@ -152,7 +160,9 @@ def _block(sizes: _Sizes, mask: Mask, refs: _Refs) -> None:
     group, block = lax.axis_index("group"), lax.axis_index("block")
     runs = refs.q.shape[1] // RUNS.q
     tiles = sizes.tiles(refs.q.shape[1])
-    tile, pair = tiles - 1 - lax.rem(block, tiles), lax.div(block, tiles)  # longest first
+    read = 2 * 2 * refs.k.shape[1] * sizes.head_dim  # bytes of keys and values
+    from_last, pair = tile_and_pair(block, tiles, refs.q.shape[0] * sizes.heads, read)
+    tile = tiles - 1 - from_last  # the last queries attend to most keys
     sequence, head = lax.div(pair, sizes.heads), lax.rem(pair, sizes.heads)
     span_index = sequence if refs.spans.shape[0] > 1 else jnp.int32(0)
 

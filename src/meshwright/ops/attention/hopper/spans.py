@@ -8,13 +8,18 @@ Each entry is for one run (tile) of 64 queries and counts runs of 128 keys: atte
 """
 
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from meshwright.ops.attention.mask import Mask
+
+_PAIRS = 8  # of a sequence and a head, whose thread blocks may run at the same time
+_CACHED = 160 * 2**20  # bytes that they may read: more than the cache has, since they read in step
 
 
 class Lengths(NamedTuple):
@@ -23,6 +28,21 @@ class Lengths(NamedTuple):
 
 
 RUNS = Lengths(q=64, k=128)  # tile sizes of the kernels
+
+
+def tile_and_pair(block: Any, tiles: int, pairs: int, pair_bytes: int) -> tuple[Any, Any]:
+    """What a thread block has: a tile, and a pair of a sequence and a head.
+
+    The first thread blocks have the first tile of a few pairs, the next ones the second. Callers
+    number the tiles that take longest first: so none of these starts last, when there is nothing
+    left for the other multiprocessors. Of `pair_bytes`, which all tiles of a pair read, those of
+    as many pairs run together as the cache has room for.
+    """
+    together = math.gcd(_PAIRS, pairs)
+    while together > 1 and together * pair_bytes > _CACHED:
+        together //= 2
+    group, place = lax.div(block, together * tiles), lax.rem(block, together * tiles)
+    return lax.div(place, together), group * together + lax.rem(place, together)
 
 
 class Documents(NamedTuple):
