@@ -127,10 +127,21 @@ def layer_table(count: int = 6) -> list[str]:
     return lines
 
 
-def paged_table(bandwidth: float) -> list[str]:
+def by_cudnn(q: jax.Array, pool: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
     from meshwright.ops.attention import fused
+
+    counts, values = (jnp.ones_like(lengths), lengths), tables + pool.shape[0] // 2
+    inputs = fused.Inputs(q[:, None], pool, pool, counts=counts, tables=(tables, values))
+    return fused.output(inputs)[:, 0]
+
+
+def by_triton(q: jax.Array, pool: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
     from meshwright.ops.attention.paged_triton import paged_decode
 
+    return paged_decode(q, pool, tables, lengths)[0]
+
+
+def paged_table(bandwidth: float) -> list[str]:
     lines = [
         "| sequences × tokens, dim | cuDNN, bf16, µs | ours, bf16 | ours, fp8 | error | limit |",
         "|---|---|---|---|---|---|",
@@ -146,15 +157,7 @@ def paged_table(bandwidth: float) -> list[str]:
         order = rng.permutation(pages - 1)[: batch * width].reshape(batch, width) + 1
         tables, lengths = jnp.asarray(order, jnp.int32), jnp.full((batch,), length, jnp.int32)
 
-        def cudnn(q: jax.Array, pool: jax.Array, tables: jax.Array, lengths: jax.Array) -> Any:
-            half = pool.shape[0] // 2
-            counts = (jnp.ones_like(lengths), lengths)
-            inputs = fused.Inputs(
-                q[:, None], pool[:half], pool[half:], counts=counts, tables=(tables, tables)
-            )
-            return fused.output(inputs)[:, 0]
-
-        ours, theirs = jax.jit(paged_decode), jax.jit(cudnn)
+        ours, theirs = jax.jit(by_triton), jax.jit(by_cudnn)
         eighth = pool.astype(jnp.float8_e4m3fn)
         right = theirs(q, eighth.astype(jnp.bfloat16), tables, lengths)
         error = jnp.abs((ours(q, eighth, tables, lengths) - right).astype(jnp.float32)).max()
@@ -175,17 +178,6 @@ def paged_table(bandwidth: float) -> list[str]:
 
 def few_table() -> list[str]:
     """Decode in a program of layers, by cuDNN and by ours, to choose where sequences are few."""
-    from meshwright.ops.attention import fused
-    from meshwright.ops.attention.paged_triton import paged_decode
-
-    def cudnn(q: jax.Array, pool: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
-        counts, values = (jnp.ones_like(lengths), lengths), tables + pool.shape[0] // 2
-        inputs = fused.Inputs(q[:, None], pool, pool, counts=counts, tables=(tables, values))
-        return fused.output(inputs)[:, 0]
-
-    def ours(q: jax.Array, pool: jax.Array, tables: jax.Array, lengths: jax.Array) -> jax.Array:
-        return paged_decode(q, pool, tables, lengths)[0]
-
     lines = [
         "| sequences × tokens, kv heads, table | cuDNN, µs | ours | ratio |",
         "|---|---|---|---|",
@@ -200,7 +192,7 @@ def few_table() -> list[str]:
         pools = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys[1:]]
         q = jax.random.normal(keys[0], (batch, 32, 128), jnp.bfloat16)
         times = []
-        for decode in (cudnn, ours):
+        for decode in (by_cudnn, by_triton):
 
             def layers(q: jax.Array, pools: Any, *where: jax.Array, decode: Any = decode) -> Any:
                 for pool in pools:
@@ -218,6 +210,7 @@ def few_table() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--matmuls", action="store_true", help="these alone")
+    parser.add_argument("--attention", action="store_true", help="its two tables alone")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     if args.cpu:
@@ -225,10 +218,12 @@ def main() -> None:
     device = jax.devices()[0]
     bandwidth = chip_of_kind(device.device_kind, device.platform).memory_bandwidth
     shapes, tokens = (((64, 128),), (1, 16)) if args.cpu else (MATMULS, TOKENS)
-    with jax.set_mesh(generation_mesh()):
-        lines = matmul_table(shapes, tokens, bandwidth)
-        if not args.matmuls:
-            lines += ["", *layer_table()]
+    lines: list[str] = []
+    if not args.attention:
+        with jax.set_mesh(generation_mesh()):
+            lines += matmul_table(shapes, tokens, bandwidth)
+            if not args.matmuls:
+                lines += ["", *layer_table()]
     if not args.matmuls:
         lines += ["", *paged_table(bandwidth), "", *few_table()]
     print("\n".join(["", device.device_kind, "", *lines]))
