@@ -31,6 +31,7 @@ from meshwright.planner.fastest import fastest
 from meshwright.planner.long_run import checkpoint_bytes
 from meshwright.planner.report import comparison_report
 from meshwright.planner.search import search
+from meshwright.present import amount
 
 DAY = 86400.0
 PARAMETERS = 1_235_814_400  # of Llama 3.2 1B, as Hugging Face says
@@ -177,6 +178,9 @@ def test_the_cheapest_is_that_of_a_search_of_every_machine_size_and_mesh(
         assert (offer.machine, offer.seconds, offer.cost) == (
             machine, pytest.approx(seconds), pytest.approx(cost),
         )  # fmt: skip
+        smaller = [one for one in every[name] if one[2].num_chips < machine.num_chips]
+        near = [] if time_first else [one[2] for one in smaller if one[1] <= 1.01 * cost]
+        assert (offer.smaller and offer.smaller.machine) == (near[0] if near else None)
     ordered = [one.seconds if time_first else one.cost or 0.0 for one in found.offers]
     assert ordered == sorted(ordered)
 
@@ -186,6 +190,23 @@ def printed(found: Comparison) -> str:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(comparison_report(found, 80))
     return " ".join(console.export_text().split())
+
+
+def test_a_smaller_size_that_costs_hardly_more_is_named() -> None:
+    config = TrainConfig("llama-3.1-8b", batch=1024, seq=8192)
+    run = Run(1e12, within=30 * DAY)
+    found = asked(config, "v6e", run)
+    best, smaller = found.best, found.best.smaller
+    assert smaller is not None
+    alone = asked(config, str(smaller.machine), run).best
+    assert best.cost is not None
+    assert alone.cost is not None
+    assert best.cost < alone.cost <= 1.01 * best.cost
+    assert (alone.cost, alone.seconds) == (smaller.cost, smaller.seconds)
+    chips = f"with {smaller.machine.num_chips} chips instead of {best.machine.num_chips}"
+    assert f"{smaller.machine}, {chips}, costs 0.2% more (${amount(alone.cost)})" in printed(found)
+    as_fast_as_possible = asked(SMALL, "h100", Run(1e12, budget=50_000))
+    assert as_fast_as_possible.best.smaller is None
 
 
 def test_chips_without_a_price_are_named_with_how_to_give_one() -> None:

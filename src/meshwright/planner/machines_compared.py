@@ -35,6 +35,7 @@ ANY = "any"
 MOST_CHIPS = 16384  # of one run: Llama 3 405B's
 _NO_PRICE = "no price is known; give one with --catalogue FILE"
 _ONE_GPU = Machine(CHIPS["h100"], (1, 1))  # where a number does not depend on the machine
+HARDLY_MORE = 1.01  # times the cost
 WORSE = 2  # sizes, one after the other, that are no better: then no larger one is tried
 
 
@@ -58,6 +59,7 @@ class Offer:
     goodput: float  # of the time rented
     seconds: float  # of the whole run
     price: Price | None
+    smaller: "Offer | None" = None  # the smallest size of the same chip that costs hardly more
 
     @property
     def days(self) -> float:
@@ -264,6 +266,7 @@ class _Ask:
         if self.run.budget < math.inf and price is None:
             return NoOffer(chip.name, _NO_PRICE)
         best: Offer | None = None
+        passed: list[Offer] = []  # smaller sizes that were the best before
         bounds: Bounds = {}
         worse = 0
         try:
@@ -280,6 +283,7 @@ class _Ask:
                     longest = min(longest, better)
                 offer = self.offer(machine, longest, bounds)
                 if offer is not None:
+                    passed += [] if best is None else [best]
                     best, worse = offer, 0
                 elif best is not None:
                     worse += 1
@@ -287,7 +291,13 @@ class _Ask:
                         break
         except MeshwrightError as mistake:
             return NoOffer(chip.name, str(mistake))
-        return best or NoOffer(chip.name, f"no size up to {MOST_CHIPS:,} chips does it")
+        if best is None:
+            return NoOffer(chip.name, f"no size up to {MOST_CHIPS:,} chips does it")
+        most = HARDLY_MORE * self.order(best)
+        smaller = (one for one in passed if self.order(best) != best.seconds)
+        return dataclasses.replace(
+            best, smaller=next((one for one in smaller if self.order(one) <= most), None)
+        )
 
     def least_seconds(self, machine: Machine) -> float:
         """Of the whole run, if every chip did nothing but large matmuls."""

@@ -66,9 +66,21 @@ def _heading(found: Comparison) -> str:
 
 
 def _notes(found: Comparison) -> list[str]:
-    """Which chips are not compared by their cost."""
+    """A smaller size that costs hardly more than the best; chips not compared by their cost."""
     names = [one.machine.chip.name for one in found.offers if one.price is None]
-    return unpriced_note([*names, *found.unpriced])
+    return [*_smaller_note(found.best), *unpriced_note([*names, *found.unpriced])]
+
+
+def _smaller_note(best: Offer) -> list[str]:
+    smaller = best.smaller
+    if smaller is None or best.cost is None or smaller.cost is None:
+        return []
+    more = smaller.cost / best.cost - 1
+    return [
+        f"{smaller.machine}, with {count(smaller.machine.num_chips, 'chip')} instead of "
+        f"{best.machine.num_chips:,}, costs {more:.1%} more (${amount(smaller.cost)}) and takes "
+        f"{duration_text(smaller.seconds)}"
+    ]
 
 
 _COLUMNS = [
@@ -223,4 +235,14 @@ def _offer_data(one: Offer) -> dict[str, Any]:
         "price": None if price is None else vars(price),
         "bound": one.estimate.bound,
         "reason": one.estimate.reason,
+        "smaller": None if one.smaller is None else _smaller_data(one.smaller),
+    }
+
+
+def _smaller_data(one: Offer) -> dict[str, Any]:
+    return {
+        "machine": str(one.machine),
+        "chips": one.machine.num_chips,
+        "seconds": one.seconds,
+        "cost": one.cost,
     }
