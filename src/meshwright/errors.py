@@ -53,6 +53,7 @@ def sentence(text: str) -> str:
 
 
 def _likeness(one: str, other: str) -> float:
+    one, other = one.lstrip("-"), other.lstrip("-")  # which all flags have in common
     if len(one) > 2 and other.startswith(one):
         return 0.99  # 'a100' for 'a100-80'
     if sorted(one) == sorted(other):

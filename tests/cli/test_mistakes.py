@@ -16,6 +16,7 @@ from meshwright.cli.commands import run
         ("train", "MODEL is missing; write meshwright train MODEL"),
         ("train tiny --run=", "--run: the path is empty"),
         ("train tiny --stepz 3 --bathc 4", "did you mean '--steps'?; meshwright train has no option --bathc"),
+        ("train tiny --port 3", "has no option --port; meshwright train --help lists its options"),
         ("train tiny -steps 3", "has no option -steps; did you mean '--steps'?"),
         ("train tiny --batch 1e99", "must fit in 64 bits"),
         ("train tiny --optimizer.learning-rate fast", "'fast' is not a number"),
