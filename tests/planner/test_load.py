@@ -85,6 +85,7 @@ def test_a_simulation_ends_when_the_waits_cannot_be_met() -> None:
     preempted = few.simulate(requests)
     assert preempted is not None
     assert preempted.first_token(50) > waits.first_token(50)
+    assert few.simulate(requests, met) is None
 
 
 def test_a_step_costs_what_the_plan_says() -> None:

@@ -77,62 +77,131 @@ class Simulator:
         try:
             return counted(self, requests, limits)
         except _FewPagesError:
-            return scheduled(self, requests)
+            return scheduled(self, requests, limits)
 
 
 class _FewPagesError(Exception):
     """The pages may not be enough for the sequences of a batch."""
 
 
-def scheduled(engine: Simulator, requests: Sequence[Request]) -> Waits:
+def scheduled(
+    engine: Simulator, requests: Sequence[Request], limits: Limits | None = None
+) -> Waits | None:
     """What clients see of an engine whose scheduler chooses every step."""
-    pool = PagePool(engine.pages, engine.config.page_size, remember=False)
-    scheduler = Scheduler(engine.config, pool)
-    arrivals = deque(requests)
-    begun = arrivals[0][0]
-    asked: dict[ScheduledSequence, float] = {}  # when, or when its last token came
+    return _simulate(_ScheduledSteps(engine), requests, limits)
+
+
+def counted(
+    engine: Simulator, requests: Sequence[Request], limits: Limits | None = None
+) -> Waits | None:
+    """As `scheduled`, from sums over the sequences.
+
+    Raises _FewPagesError where pages could run out: only a scheduler knows what happens then.
+    """
+    return _simulate(_CountedSteps(engine), requests, limits)
+
+
+_Step = tuple[float, int, Any]  # seconds, tokens that it samples, what `read` takes
+# of a step that was read: when the requests came whose first tokens it has; of further tokens, when
+# those before came and how many there are; sequences that end
+_Tokens = tuple[list[float], list[tuple[float, int]], int]
+
+
+def _simulate(
+    chosen: "_ScheduledSteps | _CountedSteps", requests: Sequence[Request], limits: Limits | None
+) -> Waits | None:
+    longest_first, longest_gap = (
+        (math.inf, math.inf) if limits is None else (limits.first_token, limits.per_token)
+    )
+    late_first, late_between = _allowed(requests, limits)
+    steps: deque[tuple[float, int, Any]] = deque()  # when each ends
     first: list[float] = []
-    between: list[float] = []
-    steps: deque[tuple[float, Any]] = deque()  # when each ends
-    free = now = begun  # when the devices are, and the host
-    busy = 0.0
-    while arrivals or asked:
-        while arrivals and arrivals[0][0] <= now:
-            when, prompt, output = arrivals.popleft()
-            sequence = ScheduledSequence("", [0] * prompt, prompt, output)
-            scheduler.add(sequence)
-            asked[sequence] = when
+    gaps: list[float] = []
+    gap_counts: list[int] = []
+    free = now = begun = requests[0][0]  # when the devices are, and the host
+    busy, come, left = 0.0, 0, len(requests)
+    while left:
+        while come < len(requests) and requests[come][0] <= now:
+            chosen.add(requests[come])
+            come += 1
             now += efficiency.SERVED_REQUEST
-        step = scheduler.next_step() if len(steps) <= IN_FLIGHT else None
-        if step is not None:
-            took = engine.costs.seconds(step)
+        dispatched = chosen.next_step() if len(steps) <= IN_FLIGHT else None
+        if dispatched is not None:
+            took, sampled, step = dispatched
             busy += took
             now += efficiency.PLANNED_STEP
             free = max(free, now) + took
-            steps.append((free, step))
+            steps.append((free, sampled, step))
             continue
         if not steps:  # nothing to do before the next request
-            now = max(now, arrivals[0][0])
+            now = max(now, requests[come][0])
             continue
-        end, done = steps.popleft()
-        sampled = [*done.decode, *(one.sequence for one in done.chunks if one.samples)]
-        now = max(now, end) + len(sampled) * efficiency.SERVED_TOKEN
-        for sequence in sampled:
-            if sequence not in asked:
-                continue
+        end, sampled, step = steps.popleft()
+        now = max(now, end) + sampled * efficiency.SERVED_TOKEN
+        asked, before, ended = chosen.read(step, now)
+        for when in asked:
+            first.append(now - when + efficiency.FIRST_TOKEN)
+            late_first -= first[-1] > longest_first
+        for when, count in before:
+            gap = now - when
+            gaps.append(gap)
+            gap_counts.append(count)
+            if gap > longest_gap:
+                late_between -= count
+        if late_first < 0 or late_between < 0:
+            return None
+        left -= ended
+    seconds = now - begun
+    return Waits(np.sort(first), np.sort(np.repeat(gaps, gap_counts)), seconds, busy / seconds)
+
+
+def _allowed(requests: Sequence[Request], limits: Limits | None) -> tuple[float, float]:
+    """First and further tokens that may come too late, for the limits to be met."""
+    if limits is None:
+        return math.inf, math.inf
+    tokens = sum(output - 1 for _, _, output in requests)
+    return tuple(  # type: ignore[return-value]
+        count - 1 - _place(count, limits.percentile) for count in (len(requests), tokens)
+    )
+
+
+class _ScheduledSteps:
+    """The steps that the engine's scheduler chooses."""
+
+    def __init__(self, engine: Simulator) -> None:
+        pool = PagePool(engine.pages, engine.config.page_size, remember=False)
+        self.scheduler, self.costs = Scheduler(engine.config, pool), engine.costs
+        self.asked: dict[ScheduledSequence, float] = {}  # when, or when its last token came
+
+    def add(self, request: Request) -> None:
+        when, prompt, output = request
+        sequence = ScheduledSequence("", [0] * prompt, prompt, output)
+        self.scheduler.add(sequence)
+        self.asked[sequence] = when
+
+    def next_step(self) -> _Step | None:
+        step = self.scheduler.next_step()
+        if step is None:
+            return None
+        sampled = [*step.decode, *(chunk.sequence for chunk in step.chunks if chunk.samples)]
+        return self.costs.seconds(step), len(sampled), sampled
+
+    def read(self, step: list[ScheduledSequence], now: float) -> _Tokens:
+        first, further, ended = [], [], 0
+        for sequence in step:
             sequence.tokens.append(0)
             sequence.in_flight -= 1
             known = len(sequence.tokens) - sequence.prompt_length
             if known == 1:
-                first.append(now - asked[sequence] + efficiency.FIRST_TOKEN)
+                first.append(self.asked[sequence])
             else:
-                between.append(now - asked[sequence])
-            asked[sequence] = now
+                further.append((self.asked[sequence], 1))
+            self.asked[sequence] = now
             if known >= sequence.max_new:
-                scheduler.remove(sequence)
-                del asked[sequence]
-    seconds = now - begun
-    return Waits(np.sort(first), np.sort(between), seconds, busy / seconds)
+                self.scheduler.remove(sequence)
+                del self.asked[sequence]
+                ended += 1
+        return first, further, ended
 
 
 @dataclasses.dataclass
@@ -162,96 +231,26 @@ class _Prompt:
         return self.request[1] - self.start
 
 
-def counted(
-    engine: Simulator, requests: Sequence[Request], limits: Limits | None = None
-) -> Waits | None:
-    """As `scheduled`; None as soon as the waits are known not to meet the limits.
-
-    Raises _FewPagesError where pages could run out: only a scheduler knows what happens then.
-    """
-    longest_first, longest_gap = (
-        (math.inf, math.inf) if limits is None else (limits.first_token, limits.per_token)
-    )
-    late_first, late_between = _allowed(requests, limits)
-    config, plan, each_token = engine.config, _Plan(engine), efficiency.SERVED_TOKEN
-    waiting: deque[Request] = deque()
-    steps: deque[tuple[float, int, list[float], int]] = deque()  # end, tokens, firsts, number
-    first: list[float] = []
-    gaps: list[float] = []
-    gap_counts: list[int] = []
-    free = now = last = begun = requests[0][0]
-    busy, come, left = 0.0, 0, len(requests)
-    slots, pages, size = config.max_batch, engine.pages - 1, config.page_size
-    while left:
-        while come < len(requests) and requests[come][0] <= now:
-            waiting.append(requests[come])
-            come += 1
-            now += efficiency.SERVED_REQUEST
-        if len(steps) <= IN_FLIGHT:
-            while waiting and slots:
-                request = waiting.popleft()
-                # its own, and one that the scheduler promises to each that runs
-                needed = 1 - (-(request[1] + request[2]) // size)
-                if needed > pages:
-                    raise _FewPagesError
-                slots, pages = slots - 1, pages - needed
-                plan.prompts.append(_Prompt(request, needed))
-            step = plan.next_step()
-            if step is not None:
-                took, sampled, firsts = step
-                busy += took
-                now += efficiency.PLANNED_STEP
-                free = max(free, now) + took
-                steps.append((free, sampled, firsts, plan.number))
-                continue
-        if not steps:  # nothing to do before the next request
-            now = max(now, requests[come][0])
-            continue
-        end, sampled, firsts, number = steps.popleft()
-        now = (now if now > end else end) + sampled * each_token
-        for when in firsts:
-            first.append(now - when + efficiency.FIRST_TOKEN)
-            late_first -= first[-1] > longest_first
-        further = sampled - len(firsts)
-        if further:  # each had a token in the step before
-            gap = now - last
-            gaps.append(gap)
-            gap_counts.append(further)
-            if gap > longest_gap:
-                late_between -= further
-        if late_first < 0 or late_between < 0:
-            return None
-        last = now
-        ended = plan.ends.pop(number, None)
-        if ended is not None:
-            slots, pages, left = slots + ended.count, pages + ended.pages, left - ended.count
-    seconds = now - begun
-    return Waits(np.sort(first), np.sort(np.repeat(gaps, gap_counts)), seconds, busy / seconds)
-
-
-def _allowed(requests: Sequence[Request], limits: Limits | None) -> tuple[float, float]:
-    """First and further tokens that may come too late, for the limits to be met."""
-    if limits is None:
-        return math.inf, math.inf
-    tokens = sum(output - 1 for _, _, output in requests)
-    return tuple(  # type: ignore[return-value]
-        count - 1 - _place(count, limits.percentile) for count in (len(requests), tokens)
-    )
-
-
-class _Plan:
-    """The steps that a scheduler chooses, counted."""
+class _CountedSteps:
+    """The same steps, counted."""
 
     def __init__(self, engine: Simulator) -> None:
         self.costs, self.shapes = engine.costs, engine.config.chunks
+        self.page_size = engine.config.page_size
+        self.slots, self.pages = engine.config.max_batch, engine.pages - 1  # that are free
+        self.waiting: deque[Request] = deque()
         self.prompts: list[_Prompt] = []  # in the order they came
         self.decoding = _Group()
         self.leaving: dict[int, _Group] = {}  # by step: those that decode no more
         self.ends: dict[int, _Group] = {}  # by step: those whose last token it samples
         self.number = 0
+        self.last = 0.0  # when the tokens of the step before came
 
-    def next_step(self) -> tuple[float, int, list[float]] | None:
-        """Its seconds, the tokens that it samples, and when those asked whose first they are."""
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def next_step(self) -> _Step | None:
+        self._admit()
         decoding = self.decoding
         if (leave := self.leaving.pop(self.number + 1, None)) is not None:
             decoding.add(leave, -1)
@@ -261,7 +260,7 @@ class _Plan:
         decoding.tokens += decoding.count
         if not self.prompts:
             took = self.costs.counted(decoding.count, decoding.tokens, decoding.count)
-            return took, decoding.count, []
+            return took, decoding.count, ([], decoding.count, self.number)
         # one token that is left of a prompt is computed as a decode token
         chunks = [one for one in self.prompts if one.left > 1]
         samples = [one for one in self.prompts if one.left == 1]
@@ -269,18 +268,40 @@ class _Plan:
         tokens = decoding.tokens + sum(one.request[1] for one in samples)
         shape, pairs = (0, 0), 0.0
         if chunks:
-            shape = max(self.shapes, key=lambda shape: (_tokens(chunks, shape), -math.prod(shape)))
+            shape = max(
+                self.shapes, key=lambda shape: (_tokens_taken(chunks, shape), -math.prod(shape))
+            )
         for one in chunks[: shape[0]]:
             count = min(one.left, shape[1])
             pairs += count * (one.start + (count + 1) / 2)
             one.start += count
             if not one.left:
                 samples.append(one)
-        sampled = decoding.count + len(samples)
+        further = decoding.count
+        sampled = further + len(samples)
         took = self.costs.counted(decoded, tokens, sampled, shape, pairs)
         for one in samples:
             self._begin(one)
-        return took, sampled, [one.request[0] for one in samples]
+        return took, sampled, ([one.request[0] for one in samples], further, self.number)
+
+    def read(self, step: tuple[list[float], int, int], now: float) -> _Tokens:
+        asked, further, number = step
+        # each that decodes had a token in the step before
+        before = [(self.last, further)] if further else []
+        self.last = now
+        ended = self.ends.pop(number, _Group())
+        self.slots, self.pages = self.slots + ended.count, self.pages + ended.pages
+        return asked, before, ended.count
+
+    def _admit(self) -> None:
+        while self.waiting and self.slots:
+            request = self.waiting.popleft()
+            # its own, and one that the scheduler promises to each that runs
+            needed = 1 - (-(request[1] + request[2]) // self.page_size)
+            if needed > self.pages:
+                raise _FewPagesError
+            self.slots, self.pages = self.slots - 1, self.pages - needed
+            self.prompts.append(_Prompt(request, needed))
 
     def _begin(self, one: _Prompt) -> None:
         """Its first token is sampled by this step, and each further one by the next."""
@@ -292,6 +313,6 @@ class _Plan:
         self.ends.setdefault(self.number + output - 1, _Group()).add(_Group(1, 0, one.pages))
 
 
-def _tokens(prompts: list[_Prompt], shape: tuple[int, int]) -> int:
+def _tokens_taken(prompts: list[_Prompt], shape: tuple[int, int]) -> int:
     """Of prompts, those that a shape takes."""
     return sum(min(one.left, shape[1]) for one in prompts[: shape[0]])
