@@ -16,7 +16,7 @@ from meshwright.models import ADAPTER, DecoderConfig, LoraConfig, preset, servin
 from meshwright.planner import plan
 from meshwright.planner.memory import memory
 from meshwright.planner.result import Estimate
-from meshwright.planner.schedules.engine import prefill
+from meshwright.planner.schedules.engine_time import prefill
 from meshwright.planner.serving import WEIGHTS, second_formulas
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Choice

@@ -23,7 +23,7 @@ from meshwright.planner.constraints import Constraints
 from meshwright.planner.machines_compared import NoOffer
 from meshwright.planner.planner import engine_setting
 from meshwright.planner.result import Estimate
-from meshwright.planner.schedules.engine import Costs
+from meshwright.planner.schedules.engine_time import Costs
 from meshwright.planner.serving import search_serving
 from meshwright.planner.simulation import Limits, Request, Simulator, Waits
 from meshwright.planner.step import StepModel

@@ -9,7 +9,8 @@ from meshwright.planner import efficiency
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.memory import largest_batch, memory, within_budget
 from meshwright.planner.result import Estimate, Memory, Refusal, Serving
-from meshwright.planner.schedules.engine import places, prefill
+from meshwright.planner.schedules.engine import places
+from meshwright.planner.schedules.engine_time import prefill
 from meshwright.planner.search import Candidate, allowed_meshes, groups, simplicity
 from meshwright.planner.step import StepModel
 from meshwright.planner.terms import term

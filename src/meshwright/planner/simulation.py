@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.planner import efficiency
-from meshwright.planner.schedules.engine import Costs
+from meshwright.planner.schedules.engine_time import Costs
 from meshwright.serving import IN_FLIGHT, EngineConfig, PagePool, ScheduledSequence, Scheduler
 
 Request = tuple[float, int, int]

@@ -1,7 +1,7 @@
 """How programs run a step: XLA's train step, PyTorch's FSDP2, the inference engine."""
 
 from meshwright.errors import MeshwrightError
-from meshwright.planner.schedules import engine, fsdp2, fsdp2_memory, jax
+from meshwright.planner.schedules import engine, engine_time, fsdp2, fsdp2_memory, jax
 from meshwright.planner.step import Schedule
 from meshwright.present import mesh_text
 
@@ -30,11 +30,27 @@ FSDP2 = Schedule(
     hides_sums_over_hosts=True,
 )
 
+ENGINE = Schedule(
+    meshes=engine.meshes,
+    held=engine.held,
+    check=engine.check,
+    refusal=engine.refusal,
+    remat=lambda policies: policies,
+    kinds=engine.KINDS,
+    always=lambda step: {},
+    peaks=engine.peaks,
+    written=engine.collectives,
+    compiled=lambda step, written: written,
+    work=engine_time.work,
+    seconds=engine_time.seconds,
+    splits_experts=True,
+)
+
 
 def schedule_of(kind: str, backend: str) -> Schedule:
     """The schedule of training or serving with a backend."""
     if kind == "serve":
         if backend != "jax":
             raise MeshwrightError("the PyTorch backend trains; leave out --backend torch to serve")
-        return engine.SCHEDULE
+        return ENGINE
     return FSDP2 if backend == "torch" else jax.SCHEDULE
