@@ -31,21 +31,19 @@ from meshwright.serving.adapters import AdapterTable
 from meshwright.serving.device_sampling import variant_of
 from meshwright.serving.executor import AnyExecutor, Executor, Read
 from meshwright.serving.grammars import TokenRules
-from meshwright.serving.job import Job, Sink, check_request, completion_of
+from meshwright.serving.job import Job, Sink, check_request, completion_of, logprobs_at
 from meshwright.serving.pages import PagePool
 from meshwright.serving.request import (
     Completion,
     Delta,
     EngineStats,
     EngineStoppedError,
-    FinishReason,
     OverloadedError,
     Request,
-    TokenLogprobs,
 )
 from meshwright.serving.scheduler import IN_FLIGHT, Scheduler, Step
 from meshwright.serving.scheduler import Sequence as Running
-from meshwright.serving.settings import EngineConfig
+from meshwright.serving.settings import EngineConfig, longest
 from meshwright.serving.source import Adapter, Model, adapter_source
 from meshwright.serving.step_planner import Sampled, StepPlanner
 from meshwright.serving.text import StopTexts, TextStream
@@ -53,8 +51,6 @@ from meshwright.serving.text import StopTexts, TextStream
 _log = logging.getLogger("meshwright")
 
 _STUCK_SECONDS = 2.0  # then a step is taken to wait for a process that is gone
-DEFAULT_LENGTH = 8192  # a longer one costs memory: chunks copy the keys that precede them
-
 
 Letter = tuple[Job, "asyncio.Queue[Delta]", Delta]
 
@@ -389,14 +385,14 @@ class Engine:
         request = job.request
         if request.id in self._jobs:
             error = f"a request with the id {request.id!r} is running"
-            _emit(job, Delta(finish_reason="error", error=error))
+            job.emit(Delta(finish_reason="error", error=error))
             return
         slot, cache_salt = 0, request.cache_salt and f"0:{request.cache_salt}"
         if request.adapter:
             try:
                 adapter = job.adapter = self._adapters.take(request.adapter)
             except MeshwrightError as gone:  # since the request was sent
-                _emit(job, Delta(finish_reason="error", error=str(gone)))
+                job.emit(Delta(finish_reason="error", error=str(gone)))
                 return
             slot, cache_salt = adapter.slot, f"{adapter.number}:{request.cache_salt}"
         tokens = serving_of(self._model_config).decoder_prompt(self._model_config, request.prompt)
@@ -426,7 +422,7 @@ class Engine:
             self._adapters.release(job.adapter)
         self._finished[delta.finish_reason] += 1
         self._counts["cached"] += sequence.cached
-        _emit(job, delta)
+        job.emit(delta)
 
     def _dispatch(self, step: Step) -> Future[Flight]:
         """Plan a step, and have the other thread dispatch it.
@@ -456,39 +452,15 @@ class Engine:
             if job.constraint is not None and job.constraint.error:
                 self._finish(job, Delta(finish_reason="error", error=job.constraint.error))
                 continue
-            wanted = job.request.logprobs
-            each = () if wanted is None else (_logprobs_at(results.logprobs, index, wanted),)
-            self._deliver(job, tokens[index], each)
-
-    def _deliver(self, job: Job, token: int, logprobs: tuple[TokenLogprobs, ...]) -> None:
-        """Note a new token, and hand it out if its request is streamed or has ended."""
-        sequence = job.sequence
-        assert sequence is not None
-        reason: FinishReason | None = "stop" if token in job.ends else None
-        job.new_tokens.append(token)
-        job.new_logprobs += logprobs
-        number = len(sequence.tokens) - sequence.prompt_length
-        is_early = number <= job.request.min_new
-        if job.text is not None and (reason is None or job.request.include_stop):
-            job.new_text += job.stops.add(job.text.add(token), is_early)
-        if number >= job.request.max_new:
-            reason = reason or "length"
-        if job.text is not None and reason is not None and not job.stops.found:
-            job.new_text += job.stops.add(job.text.end(), is_early)
-            job.new_text += job.stops.end()
-        if job.stops.found:
-            reason = "stop"
-        if reason is None and not job.streams:
-            return
-        delta = Delta(
-            tuple(job.new_tokens), job.new_text, tuple(job.new_logprobs), tuple(job.scores), reason,
-            cached_tokens=sequence.cached,
-        )  # fmt: skip
-        job.new_tokens, job.new_text, job.new_logprobs, job.scores = [], "", [], []
-        if reason is not None:
-            self._finish(job, delta)
-        elif not _emit(job, delta):
-            self._cancel(job)
+            if job.request.logprobs is not None:
+                job.new_logprobs.append(logprobs_at(results.logprobs, index, job.request.logprobs))
+            delta = job.add(tokens[index])
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                self._finish(job, delta)
+            elif not job.emit(delta):
+                self._cancel(job)
 
     def _read_scores(self, step: Step, scores: Any) -> None:
         for index, chunk in enumerate(step.chunks):
@@ -500,7 +472,7 @@ class Engine:
             left = sequence.prompt_length - len(job.scores)
             first = index * step.shape[1]
             job.scores += [
-                _logprobs_at(scores, first + i, job.request.prompt_logprobs)
+                logprobs_at(scores, first + i, job.request.prompt_logprobs)
                 for i in range(min(chunk.count, left))
             ]
             if chunk.start + chunk.count < sequence.prompt_length:
@@ -510,35 +482,6 @@ class Engine:
                 self._finish(job, Delta(prompt_logprobs=tuple(job.scores), finish_reason="length"))
 
 
-def longest(config: EngineConfig, model_config: Any) -> int:
-    """Most tokens of a prompt and its continuation together."""
-    wanted, positions = config.max_length, model_config.max_seq
-    if wanted is None:
-        return min(DEFAULT_LENGTH, positions)
-    if not 1 <= wanted <= positions:
-        raise MeshwrightError(
-            f"max_length={wanted} does not fit the model, which has {positions} positions: give 1 "
-            f"to {positions}, or leave it out"
-        )
-    return wanted
-
-
 def _put(letters: list[Letter]) -> None:
     for _, queue, delta in letters:
         queue.put_nowait(delta)
-
-
-def _emit(job: Job, delta: Delta) -> bool:
-    """Hand a delta to its client; False if the client is gone."""
-    try:
-        job.sink(delta)
-    except Exception:
-        _log.info("the client of %s is gone", job.request.id, exc_info=True)
-        return False
-    return True
-
-
-def _logprobs_at(arrays: Any, index: int, count: int) -> TokenLogprobs:
-    logprob, rank, ids, values = (array[index] for array in arrays)
-    top = tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
-    return TokenLogprobs(float(logprob), top, int(rank))

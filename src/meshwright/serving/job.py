@@ -1,6 +1,7 @@
-"""A request on its way through an engine: what is asked of it first, and what becomes of it."""
+"""A request on its way through an engine: its checks, and what is handed out of it."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,12 @@ from meshwright.present import count
 from meshwright.serving.adapters import LoadedAdapter
 from meshwright.serving.device_sampling import MAX_BIAS, TOP
 from meshwright.serving.grammars import Constraint
-from meshwright.serving.request import Completion, Delta, Request, TokenLogprobs
+from meshwright.serving.request import Completion, Delta, FinishReason, Request, TokenLogprobs
 from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig
 from meshwright.serving.text import StopTexts, TextStream
+
+_log = logging.getLogger("meshwright")
 
 Sink = Callable[[Delta], None]
 
@@ -38,6 +41,48 @@ class Job:
     new_tokens: list[int] = dataclasses.field(default_factory=list)
     new_logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
     new_text: str = ""
+
+    def add(self, token: int) -> Delta | None:
+        """Note a new token; what to hand out, if the request is streamed or has ended."""
+        sequence = self.sequence
+        assert sequence is not None
+        reason: FinishReason | None = "stop" if token in self.ends else None
+        self.new_tokens.append(token)
+        number = len(sequence.tokens) - sequence.prompt_length
+        is_early = number <= self.request.min_new
+        if self.text is not None and (reason is None or self.request.include_stop):
+            self.new_text += self.stops.add(self.text.add(token), is_early)
+        if number >= self.request.max_new:
+            reason = reason or "length"
+        if self.text is not None and reason is not None and not self.stops.found:
+            self.new_text += self.stops.add(self.text.end(), is_early)
+            self.new_text += self.stops.end()
+        if self.stops.found:
+            reason = "stop"
+        if reason is None and not self.streams:
+            return None
+        delta = Delta(
+            tuple(self.new_tokens), self.new_text, tuple(self.new_logprobs), tuple(self.scores),
+            reason, cached_tokens=sequence.cached,
+        )  # fmt: skip
+        self.new_tokens, self.new_text, self.new_logprobs, self.scores = [], "", [], []
+        return delta
+
+    def emit(self, delta: Delta) -> bool:
+        """Hand a delta to the client; False if the client is gone."""
+        try:
+            self.sink(delta)
+        except Exception:
+            _log.info("the client of %s is gone", self.request.id, exc_info=True)
+            return False
+        return True
+
+
+def logprobs_at(arrays: Any, index: int, count: int) -> TokenLogprobs:
+    """Those of a token, with so many of the most probable ones."""
+    logprob, rank, ids, values = (array[index] for array in arrays)
+    top = tuple(zip(ids[:count].tolist(), values[:count].tolist(), strict=True))
+    return TokenLogprobs(float(logprob), top, int(rank))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], max_new: int, config: Any) -> None:

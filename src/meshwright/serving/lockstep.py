@@ -22,7 +22,7 @@ from meshwright.launch import Follower, Leader
 from meshwright.models import encodes_prompts
 from meshwright.present import mesh_text
 from meshwright.serving.adapters import with_slots
-from meshwright.serving.engine import Engine, longest
+from meshwright.serving.engine import Engine
 from meshwright.serving.executor import (
     AnyExecutor,
     Executor,
@@ -36,7 +36,7 @@ from meshwright.serving.executor import (
 from meshwright.serving.grammars import Grammars, Masks
 from meshwright.serving.plans import pack, plan_of, results_of, sizes_of, unpack
 from meshwright.serving.replicas import Replicas, replica_meshes
-from meshwright.serving.settings import EngineConfig
+from meshwright.serving.settings import EngineConfig, longest
 from meshwright.serving.source import Adapter, Model, Source, load_weights
 
 _AT_START = "a server of several processes takes adapters at its start: name them in --adapters"

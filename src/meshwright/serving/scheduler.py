@@ -103,7 +103,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.prompt_shapes = sorted(prompt_shapes, key=lambda shape: shape[1])
-        self._longest_chunk = max(length for _, length in config.chunks)
+        self._longest_chunk = config.longest_chunk
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order they came
         self.preemptions = 0

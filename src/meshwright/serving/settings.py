@@ -13,6 +13,7 @@ from meshwright.launch import convert_paths
 
 _KERNELS = ("auto", "cudnn", "triton", "ragged", "plain")
 KEY_VARIABLE = "MESHWRIGHT_API_KEY"
+_DEFAULT_LENGTH = 8192  # a longer one costs memory: chunks copy the keys that precede them
 
 
 @explained("mw.EngineConfig(max_batch=32, max_length=8192)")
@@ -125,6 +126,10 @@ class EngineConfig:
             if self.chunk >= 16 * parts and parts <= self.max_batch:
                 shapes |= {(parts, length), (1, length)}
         return tuple(sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape)))
+
+    @property
+    def longest_chunk(self) -> int:
+        return max(length for _, length in self.chunks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,6 +321,19 @@ def _is_origin(text: str) -> bool:
     except ValueError:
         return False
     return is_address and text == f"{parts.scheme}://{parts.netloc}"
+
+
+def longest(config: EngineConfig, model_config: Any) -> int:
+    """Most tokens of a prompt and its continuation together."""
+    wanted, positions = config.max_length, model_config.max_seq
+    if wanted is None:
+        return min(_DEFAULT_LENGTH, positions)
+    if not 1 <= wanted <= positions:
+        raise MeshwrightError(
+            f"max_length={wanted} does not fit the model, which has {positions} positions: give 1 "
+            f"to {positions}, or leave it out"
+        )
+    return wanted
 
 
 def served_config(config: Any, mesh_shape: Mapping[str, int]) -> Any:
