@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from meshwright.data import ByteTokenizer
 from meshwright.models import ADAPTER, preset
 from meshwright.serving import EngineConfig, Source, generation_mesh, load_weights
-from meshwright.serving.programs import Programs, Shape
+from meshwright.serving.program_inputs import Shape
+from meshwright.serving.programs import Programs
 
 SLOTS = ((0, 16), (1, 16), (8, 16), (8, 64), (32, 16))  # adapters, rank
 BATCHES = (1, 32, 128)

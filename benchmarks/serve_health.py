@@ -162,7 +162,7 @@ def make_folder(folder: Path) -> None:
     import meshwright.models as families
     from meshwright.layouts import create
     from meshwright.serving import generation_mesh
-    from meshwright.serving.source import targets
+    from meshwright.serving.abstract_weights import targets
 
     config = dataclasses.replace(families.preset("tiny"), vocab=4096, max_seq=8192)
     shardings = jax.tree.map(lambda x: x.sharding, targets(config, generation_mesh(), jnp.float32))

@@ -185,7 +185,7 @@ def make_folder(folder: str, name: str) -> None:
     import meshwright.models as families
     from meshwright.layouts import create
     from meshwright.serving import generation_mesh
-    from meshwright.serving.source import targets
+    from meshwright.serving.abstract_weights import targets
     from serve import SIZES
 
     config = families.DecoderConfig(**SIZES[name], max_seq=8192)

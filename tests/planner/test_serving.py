@@ -21,8 +21,8 @@ from meshwright.planner.serving import WEIGHTS, second_formulas
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Choice
 from meshwright.serving import EngineConfig
+from meshwright.serving.abstract_weights import adapter_targets, targets
 from meshwright.serving.settings import served_config
-from meshwright.serving.source import adapter_targets, targets
 
 # benchmarks/serve.py, one H200, bfloat16: 512 tokens of context and 128 new ones, 576 on average
 LLAMA_8B = preset("llama-3.1-8b")

@@ -13,8 +13,9 @@ from meshwright.audits import audit
 from meshwright.errors import MeshwrightError
 from meshwright.models.decoder import DecoderConfig
 from meshwright.serving import Engine, EngineConfig, Model, Request, Sampling
+from meshwright.serving.program_inputs import PromptShape
 from meshwright.serving.programs import Steps
-from meshwright.serving.prompts import PromptShape, prompt_shapes
+from meshwright.serving.prompts import prompt_shapes
 from meshwright.serving.source import generation_mesh
 
 RandomModel = Callable[..., Model]

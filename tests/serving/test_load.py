@@ -17,17 +17,12 @@ from meshwright.checkpoint import Checkpoints
 from meshwright.models import model_to_dict, save_hf
 from meshwright.models.decoder import DecoderConfig
 from meshwright.ops.rope import Llama3Scaling, Rope
+from meshwright.serving.abstract_weights import check_fits
 from meshwright.serving.defaults import defaults_of
 from meshwright.serving.engine import Engine
 from meshwright.serving.request import Request
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import (
-    Model,
-    check_fits,
-    generation_mesh,
-    load_weights,
-    model_source,
-)
+from meshwright.serving.source import Model, generation_mesh, load_weights, model_source
 
 RandomModel = Callable[..., Model]
 CONFIG = DecoderConfig(

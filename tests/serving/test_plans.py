@@ -4,8 +4,7 @@ import numpy as np
 
 from meshwright.serving.executor import Results, StepPlan
 from meshwright.serving.plans import pack, plan_of, results_of, unpack
-from meshwright.serving.programs import Shape
-from meshwright.serving.prompts import PromptShape
+from meshwright.serving.program_inputs import PromptShape, Shape
 from meshwright.serving.sampler import Choice, Held
 from meshwright.serving.sampling import Sampling
 

@@ -10,7 +10,8 @@ import pytest
 from tests.serving.models import BASE
 
 from meshwright.serving import EngineConfig
-from meshwright.serving.programs import Programs, Shape, Steps
+from meshwright.serving.program_inputs import Shape
+from meshwright.serving.programs import Programs, Steps
 from meshwright.serving.source import generation_mesh
 
 

@@ -6,6 +6,7 @@ from meshwright.lazy import import_when_used
 
 if TYPE_CHECKING:
     from meshwright.serving.abstract_step import Part, ServedStep
+    from meshwright.serving.abstract_weights import check_fits
     from meshwright.serving.adapters import with_adapters
     from meshwright.serving.defaults import Defaults, answer_stops, defaults_of
     from meshwright.serving.engine import Engine
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
         Model,
         Source,
         chat_folder,
-        check_fits,
         generation_mesh,
         load_weights,
         model_source,

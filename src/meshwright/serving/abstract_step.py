@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 
 from meshwright.errors import MeshwrightError
 from meshwright.models import default_dtype, encodes_prompts
-from meshwright.serving.programs import Shape, Steps
+from meshwright.serving.abstract_weights import check_fits
+from meshwright.serving.program_inputs import Shape
+from meshwright.serving.programs import Steps
 from meshwright.serving.replicas import replica_meshes
 from meshwright.serving.settings import EngineConfig, served_config
-from meshwright.serving.source import check_fits
 
 Part = Literal["decode", "prefill"]
 

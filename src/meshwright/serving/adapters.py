@@ -20,14 +20,9 @@ from meshwright.models import (
     serving_of,
     with_adapter,
 )
+from meshwright.serving.abstract_weights import adapter_targets, repeat_kv_heads
 from meshwright.serving.settings import EngineConfig, served_config
-from meshwright.serving.source import (
-    Adapter,
-    Source,
-    adapter_source,
-    adapter_targets,
-    repeat_kv_heads,
-)
+from meshwright.serving.source import Adapter, Source, adapter_source
 
 
 def with_adapters(source: Source, folders: Mapping[str, str | os.PathLike[str]]) -> Source:

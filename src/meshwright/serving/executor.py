@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from meshwright.serving.grammars import Constraint, Grammars, Masks
-from meshwright.serving.programs import Ints, Programs, Shape, Widths
-from meshwright.serving.prompts import PromptShape
+from meshwright.serving.program_inputs import Ints, PromptShape, Shape, Widths
+from meshwright.serving.programs import Programs
 from meshwright.serving.sampler import Choice, Sampler
 from meshwright.serving.settings import EngineConfig
 from meshwright.serving.source import Adapter, Model

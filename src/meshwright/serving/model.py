@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from meshwright.errors import MeshwrightError, did_you_mean, explained, not_installed
 from meshwright.hub import MODEL, local_folder
 from meshwright.models import default_dtype
+from meshwright.serving.abstract_weights import check_fits
 from meshwright.serving.adapters import with_adapters
 from meshwright.serving.defaults import answer_stops, defaults_of
 from meshwright.serving.engine import Engine
@@ -26,13 +27,7 @@ from meshwright.serving.replicas import Replicas, start_engine
 from meshwright.serving.request import Completion, Delta, Request
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import (
-    Source,
-    chat_folder,
-    check_fits,
-    generation_mesh,
-    model_source,
-)
+from meshwright.serving.source import Source, chat_folder, generation_mesh, model_source
 
 if TYPE_CHECKING:
     from meshwright.data import ChatTemplate

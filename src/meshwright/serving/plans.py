@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.serving.executor import Results, Sizes, StepPlan
-from meshwright.serving.programs import Shape, Widths
-from meshwright.serving.prompts import PromptShape
+from meshwright.serving.program_inputs import PromptShape, Shape, Widths
 from meshwright.serving.sampler import Choice, Held
 from meshwright.serving.sampling import Sampling
 

@@ -3,8 +3,7 @@
 A step computes decode tokens and chunks of prompts together, and returns the logits of the tokens
 that are followed by a new one, and the most probable of these new tokens. So a step of greedy
 requests is one program: each call takes the host as long as a small model takes a GPU. Sampling is
-a separate program, so that other settings of a request compile nothing. Everything a step needs
-from the host is one array of integers (StepInputs).
+a separate program, so that other settings of a request compile nothing.
 """
 
 import dataclasses
@@ -12,12 +11,11 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
@@ -46,122 +44,28 @@ from meshwright.ops.attention import (
     pool_shape,
 )
 from meshwright.present import count
+from meshwright.serving.abstract_weights import adapter_targets, targets
 from meshwright.serving.adapters import load_factors
 from meshwright.serving.device_sampling import TOP, greedy, top_logprobs
 from meshwright.serving.from_trainer import check_params, trained_weights
-from meshwright.serving.prompts import PromptInputs, PromptShape, fill_with_prompts, prompt_shapes
+from meshwright.serving.program_inputs import (
+    Ints,
+    PromptInputs,
+    PromptShape,
+    Shape,
+    StepInputs,
+    Widths,
+)
+from meshwright.serving.prompts import fill_with_prompts, prompt_shapes
 from meshwright.serving.sampling import KnownTokens
 from meshwright.serving.scheduler import scoring_shape
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.source import (
-    Adapter,
-    Model,
-    adapter_targets,
-    load_weights,
-    targets,
-)
+from meshwright.serving.source import Adapter, Model, load_weights
 
-Ints = npt.NDArray[np.int32]
 # XLA times the kernels of each matmul, but does not compare their results: with fp8 weights the
 # programs of an 8B model are compiled in 18 s instead of 113
 _GPU_OPTIONS = {"xla_gpu_autotune_level": 2}
 _SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory together
-
-
-class Widths(NamedTuple):
-    """Numbers of a sequence in the inputs of a step."""
-
-    pages: int
-    encoder_pages: int  # of what an encoder read for it
-    adapter: int = 0  # 1 if it may have an adapter
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """What a step is compiled for."""
-
-    decode: int
-    chunks: int = 0
-    length: int = 0  # tokens of a chunk
-    first: bool = True  # every chunk starts at position 0
-    scored: bool = False  # log-probabilities of the chunks' tokens are returned
-
-    @property
-    def places(self) -> int:
-        """Sequences that may get a new token."""
-        return self.decode + self.chunks
-
-    def __str__(self) -> str:
-        text = f"decode {self.decode}"
-        if not self.chunks:
-            return text
-        kind = "score" if self.scored else "prefill"
-        return f"{text} + {kind} {self.chunks} x {self.length}{'' if self.first else ' continued'}"
-
-
-@dataclasses.dataclass(frozen=True)
-class StepInputs:
-    """The host's arrays for a step, which are views of one array (`empty`); see `unpack`."""
-
-    next_slots: Any  # [decode + chunks]: where the token goes that follows each
-    slots: Any  # [decode]: where the last token of the sequence is
-    tokens: Any  # [decode]: -1 takes the last token of the slot
-    positions: Any  # [decode]
-    tables: Any  # [decode, width]
-    chunk_tokens: Any  # [chunks, length]
-    chunk_targets: Any  # [chunks, length]: the tokens after these, where they are scored
-    chunk_tables: Any  # [chunks, width]
-    starts: Any  # [chunks]
-    counts: Any  # [chunks]
-    encoder_tables: Any  # [decode, encoder width]
-    encoder_lengths: Any  # [decode]; as those of chunks, empty for a model without an encoder
-    chunk_encoder_tables: Any
-    chunk_encoder_lengths: Any
-    adapters: Any  # [decode]: slot of the adapter, 0 for none; empty without adapters
-    chunk_adapters: Any
-
-    @staticmethod
-    def shapes(shape: Shape, widths: Widths) -> dict[str, tuple[int, ...]]:
-        decode, chunks, length = shape.decode, shape.chunks, shape.length
-        width, encoder, adapter = widths
-        return {
-            "next_slots": (shape.places,),
-            "slots": (decode,),
-            "tokens": (decode,),
-            "positions": (decode,),
-            "tables": (decode, width),
-            "chunk_tokens": (chunks, length),
-            "chunk_targets": (chunks, length if shape.scored else 0),
-            "chunk_tables": (chunks, width),
-            "starts": (chunks,),
-            "counts": (chunks,),
-            "encoder_tables": (decode, encoder),
-            "encoder_lengths": (decode if encoder else 0,),
-            "chunk_encoder_tables": (chunks, encoder),
-            "chunk_encoder_lengths": (chunks if encoder else 0,),
-            "adapters": (decode * adapter,),
-            "chunk_adapters": (chunks * adapter,),
-        }
-
-    @classmethod
-    def empty(cls, shape: Shape, widths: Widths) -> "tuple[StepInputs, Ints]":
-        """Zeros to be filled, and the one array that they are views of."""
-        shapes = cls.shapes(shape, widths)
-        flat = np.zeros(sum(int(np.prod(each)) for each in shapes.values()), np.int32)
-        return cls._views(flat, shapes), flat
-
-    @classmethod
-    def unpack(cls, flat: jax.Array, shape: Shape, widths: Widths) -> "StepInputs":
-        return cls._views(flat, cls.shapes(shape, widths))
-
-    @classmethod
-    def _views(cls, flat: Any, shapes: dict[str, tuple[int, ...]]) -> "StepInputs":
-        views, start = {}, 0
-        for name, shape in shapes.items():
-            size = int(np.prod(shape))
-            views[name] = flat[start : start + size].reshape(shape)
-            start += size
-        return cls(**views)
 
 
 class Steps:

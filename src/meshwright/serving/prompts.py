@@ -5,11 +5,9 @@ cut into chunks. A prefill with context parallelism takes all tokens of a long p
 which a step computes. A few shapes are compiled, and prompts are padded to them.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
@@ -17,48 +15,10 @@ from meshwright.arithmetic import round_up
 from meshwright.errors import MeshwrightError
 from meshwright.models import Compute, encodes_prompts, serving_of
 from meshwright.ops.attention import fill_pages
+from meshwright.serving.program_inputs import PromptInputs, PromptShape
 from meshwright.serving.settings import EngineConfig
 
 _SHORTEST = 64  # tokens of the smallest default shape
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptShape:
-    """What a program is compiled for."""
-
-    prompts: int
-    length: int  # tokens of each
-
-    def __str__(self) -> str:
-        return f"whole prompts {self.prompts} x {self.length}"
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptInputs:
-    """The host's arrays for a program, which are views of one array (`empty`)."""
-
-    tokens: Any  # [prompts, length]
-    lengths: Any  # [prompts]
-    tables: Any  # [prompts, width]
-    adapters: Any  # [prompts]: slot of the adapter, 0 for none; empty without adapters
-
-    @classmethod
-    def empty(cls, shape: PromptShape, widths: Any) -> "tuple[PromptInputs, Any]":
-        """Zeros to be filled, and the one array that they are views of; `widths` as of steps."""
-        numbers = shape.length + 1 + widths.pages + widths.adapter
-        flat = np.zeros(shape.prompts * numbers, np.int32)
-        return cls.unpack(flat, shape, widths), flat
-
-    @classmethod
-    def unpack(cls, flat: Any, shape: PromptShape, widths: Any) -> "PromptInputs":
-        n, width = shape.prompts, widths.pages
-        ends = n * shape.length, n * (shape.length + 1), n * (shape.length + 1 + width)
-        return cls(
-            flat[: ends[0]].reshape(n, shape.length),
-            flat[ends[0] : ends[1]],
-            flat[ends[1] : ends[2]].reshape(n, width),
-            flat[ends[2] :],
-        )
 
 
 def prompt_shapes(
@@ -84,21 +44,17 @@ def prompt_shapes(
             need = f"the longest must be at least max_length={max_length}: prompts are not cut"
             raise MeshwrightError(f"prompt_shapes={config.prompt_shapes}: {need}")
         return tuple(PromptShape(*shape) for shape in shapes)
-    length = round_up(_SHORTEST if encoder else 2 * longest_chunk(config), parts)
+    length = round_up(_SHORTEST if encoder else 2 * config.longest_chunk, parts)
     lengths = []
     while length < longest:
         lengths.append(length)
         length *= 2
-    if encoder or longest > longest_chunk(config) + 1:
+    if encoder or longest > config.longest_chunk + 1:
         lengths.append(longest)
     most = config.max_batch if encoder else 1
     return tuple(
         PromptShape(min(max(config.chunk // length, 1), most), length) for length in lengths
     )
-
-
-def longest_chunk(config: EngineConfig) -> int:
-    return max(length for _, length in config.chunks)
 
 
 def fill_with_prompts(

@@ -15,13 +15,8 @@ from meshwright.data import tokenizer_files
 from meshwright.errors import MeshwrightError, explained
 from meshwright.hub import MODEL, local_folder, name_of_snapshot
 from meshwright.models import SOURCE, is_adapter, save_adapter, save_hf, tokenizer_files_of
-from meshwright.serving.source import (
-    Source,
-    adapter_targets,
-    generation_mesh,
-    load_weights,
-    model_source,
-)
+from meshwright.serving.abstract_weights import adapter_targets
+from meshwright.serving.source import Source, generation_mesh, load_weights, model_source
 
 CHAT_TEMPLATE = "chat_template.jinja"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshwright.data import Mixture
 from meshwright.meshes import STANDARD_AXES
+from meshwright.serving.abstract_weights import check_fits
 from meshwright.serving.engine import Engine
 from meshwright.serving.from_trainer import check_plain, trained_weights
 from meshwright.serving.generate import config_for
@@ -13,12 +14,7 @@ from meshwright.serving.job import check_prompts
 from meshwright.serving.replicas import replica_meshes
 from meshwright.serving.request import Request
 from meshwright.serving.sampling import Sampling
-from meshwright.serving.source import (
-    Source,
-    check_fits,
-    generation_mesh,
-    load_weights,
-)
+from meshwright.serving.source import Source, generation_mesh, load_weights
 from meshwright.training import AbstractStep
 
 NEW_TOKENS = 64

@@ -30,6 +30,7 @@ from meshwright.launch import (
 )
 from meshwright.models import default_dtype, serving_of
 from meshwright.present import count, mesh_text
+from meshwright.serving.abstract_weights import check_fits
 from meshwright.serving.adapters import with_adapters, with_slots
 from meshwright.serving.defaults import Defaults, defaults_of
 from meshwright.serving.engine import Engine
@@ -38,13 +39,7 @@ from meshwright.serving.replicas import Replicas, start_engine
 from meshwright.serving.request import EngineStoppedError
 from meshwright.serving.same_settings import settings_facts
 from meshwright.serving.settings import ServeConfig
-from meshwright.serving.source import (
-    Source,
-    chat_folder,
-    check_fits,
-    generation_mesh,
-    model_source,
-)
+from meshwright.serving.source import Source, chat_folder, generation_mesh, model_source
 from meshwright.training.run import print_line
 
 

@@ -6,8 +6,7 @@ import numpy as np
 
 from meshwright.serving.executor import Sizes, StepPlan
 from meshwright.serving.pages import PagePool
-from meshwright.serving.programs import Shape, StepInputs
-from meshwright.serving.prompts import PromptInputs, PromptShape
+from meshwright.serving.program_inputs import PromptInputs, PromptShape, Shape, StepInputs
 from meshwright.serving.sampler import Slots
 from meshwright.serving.scheduler import Sequence, Step
 from meshwright.serving.settings import EngineConfig
