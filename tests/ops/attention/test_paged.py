@@ -21,11 +21,11 @@ from meshwright.ops.attention import (
     block,
     choose_paged,
     fill_pages,
-    paged,
     paged_attention,
+    paged_kernels,
     paged_triton,
 )
-from meshwright.ops.attention.paged import pool_shape
+from meshwright.ops.attention.paged_kernels import pool_shape
 
 PAGE, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 4, 6, 4, 2, 8
 LENGTH = 8  # of a chunk
@@ -261,7 +261,7 @@ def test_ragged_counts_no_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     q = random.normal(size=(len(DECODE) + len(chunks) * LENGTH, HEADS, head_dim))
     q = q.astype(np.float32)
     out = np.asarray(
-        paged._ragged(jnp.asarray(q), None, None, jnp.asarray(pages), where, None)  # type: ignore[arg-type]
+        paged_kernels._ragged(jnp.asarray(q), None, None, jnp.asarray(pages), where, None)  # type: ignore[arg-type]
     )
     assert np.isfinite(out).all()
     first = 0
@@ -377,12 +377,12 @@ def test_fp8_pages_hold_what_attention_sees_and_nothing_overflows() -> None:
 def test_pages_that_offsets_do_not_reach_are_left_out(
     kernel: str, pages: int, itemsize: int, most: int
 ) -> None:
-    assert paged.most_pages(kernel, pages, 64 * 8 * 128, itemsize) == most
+    assert paged_kernels.most_pages(kernel, pages, 64 * 8 * 128, itemsize) == most
 
 
 def test_pages_of_odd_sizes_are_counted_exactly() -> None:
     page = 64 * 5 * 128
     for pages in (2**32 // (2 * page), 2**31 // (2 * page) + 1):
-        assert 2 * page * paged.most_pages("triton", pages, page, 1) <= 2**31
+        assert 2 * page * paged_kernels.most_pages("triton", pages, page, 1) <= 2**31
     more = 2**32 // (2 * page) + 1
-    assert paged.most_pages("triton", more, page, 1) == more
+    assert paged_kernels.most_pages("triton", more, page, 1) == more

@@ -17,18 +17,12 @@ from meshwright.ops.attention.mask import EVERYTHING, Mask
 from meshwright.ops.attention.order import from_zigzag, to_zigzag
 from meshwright.ops.attention.paged import (
     CACHE_DTYPES,
-    PagedBias,
-    PagedCall,
-    PagedKeys,
-    PagedTokens,
     attend_to_pages,
-    choose_paged,
     fill_pages,
-    most_pages,
-    page_size_of,
     paged_attention,
-    pool_shape,
 )
+from meshwright.ops.attention.paged_kernels import PagedCall, choose_paged, most_pages, pool_shape
+from meshwright.ops.attention.paged_tokens import PagedBias, PagedKeys, PagedTokens, page_size_of
 from meshwright.ops.attention.ring_steps import ring_steps_of
 from meshwright.ops.attention.splash import backward_kernels, padded_length, query_gradients
 from meshwright.ops.attention.strategy import (
