@@ -28,8 +28,9 @@ from meshwright.ops import (
 )
 from meshwright.ops.experts import _through_own
 from meshwright.training import TrainConfig, abstract_step
+from meshwright.training.compute import exchange_text
 from meshwright.training.config import ComputeConfig
-from meshwright.training.setup import check_sizes, choose_rules, exchange_text, training_mesh
+from meshwright.training.setup import check_sizes, choose_rules, training_mesh
 
 CONFIG = DecoderConfig(
     48, 2, 32, heads=4, kv_heads=2, head_dim=8, mlp=24, max_seq=64, experts=8, experts_per_token=2,

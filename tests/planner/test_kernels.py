@@ -14,8 +14,9 @@ from meshwright.planner.efficiency import PLAIN_ATTENTION
 from meshwright.planner.memory import peak_bytes
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Choice, Workload
+from meshwright.training.compute import compute_of
 from meshwright.training.config import ComputeConfig, TrainConfig
-from meshwright.training.setup import choose_rules, compute_of
+from meshwright.training.setup import choose_rules
 
 V5E, A100 = Machine.parse("v5e:4x4"), Machine.parse("a100-80:8")
 MODEL = preset("llama-3.2-1b")

@@ -17,8 +17,8 @@ from meshwright.planner import Workload
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Choice
 from meshwright.training import TrainConfig, abstract_step, with_settings
+from meshwright.training.compute import check_fp8, matmuls_text
 from meshwright.training.config import ComputeConfig
-from meshwright.training.setup import check_fp8, matmuls_text
 
 slow = pytest.mark.slow
 FP8 = Setting(matmul="fp8", steps=5)

@@ -15,7 +15,7 @@ from meshwright.machines import Machine
 from meshwright.models import preset
 from meshwright.planner import Workload
 from meshwright.training import TrainConfig, with_settings
-from meshwright.training.setup import layers_text
+from meshwright.training.compute import layers_text
 
 EIGHT = "dp=1,fsdp=4,tp=2,sp=1"
 

@@ -12,8 +12,8 @@ from meshwright.machines import CHIPS
 from meshwright.planner import Workload
 from meshwright.planner.report.phrases import next_commands
 from meshwright.proofs import prove
+from meshwright.training.compute import known_chip
 from meshwright.training.config import ComputeConfig, TrainConfig
-from meshwright.training.setup import known_chip
 from meshwright.training.tpu import compiler_options, overlap_choice, overlap_text
 
 

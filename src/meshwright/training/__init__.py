@@ -7,6 +7,13 @@ from meshwright.lazy import import_when_used
 if TYPE_CHECKING:
     from meshwright.training.abstract_step import AbstractStep, abstract_step
     from meshwright.training.backend import Backend, Say
+    from meshwright.training.compute import (
+        check_balance,
+        check_experts,
+        check_fp8,
+        layers_choice,
+        split_capacity,
+    )
     from meshwright.training.config import (
         AUTO,
         DPO,
@@ -35,20 +42,15 @@ if TYPE_CHECKING:
     from meshwright.training.same_settings import check_same_settings
     from meshwright.training.setup import (
         accepted_meshes,
-        check_balance,
-        check_experts,
-        check_fp8,
         check_length,
         check_sizes,
         choose_rules,
         field_lengths,
         file_rules,
         held_arrays,
-        layers_choice,
         mixture_of,
         model_of,
         objective_of,
-        split_capacity,
         training_arrays,
         training_mesh,
         training_spec,

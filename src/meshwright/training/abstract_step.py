@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Rules
 from meshwright.models import Compute, override, padded_vocab
+from meshwright.training.compute import compute_of, known_chip
 from meshwright.training.config import DPO, TrainConfig
 from meshwright.training.dpo import copied_arrays
 from meshwright.training.optimizer import make_optimizer
@@ -24,10 +25,8 @@ from meshwright.training.setup import (
     accepted_meshes,
     check_sizes,
     choose_rules,
-    compute_of,
     field_lengths,
     held_arrays,
-    known_chip,
     model_of,
     training_arrays,
     training_mesh,

@@ -35,6 +35,7 @@ from meshwright.models import ADAPTER, OFFLOAD
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.abstract_step import AbstractStep
 from meshwright.training.backend import Backend, Say
+from meshwright.training.compute import exchange_text, known_chip, layers_text, matmuls_text
 from meshwright.training.config import AUTO, TrainConfig
 from meshwright.training.exchange import load_pieces
 from meshwright.training.loop import Loop, check_run_folder, supervised
@@ -42,7 +43,6 @@ from meshwright.training.prepare import bytes_per_device, prepare
 from meshwright.training.resume import checkpoint_settings, resume_command
 from meshwright.training.run import Memory, memory, peak_flops, waiting_line
 from meshwright.training.same_settings import check_same_settings
-from meshwright.training.setup import exchange_text, known_chip, layers_text, matmuls_text
 from meshwright.training.state import (
     TrainState,
     new_state,

@@ -13,9 +13,9 @@ import shlex
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import meshwright
 from meshwright.checkpoint import lowest_loss, not_a_folder
 from meshwright.errors import MeshwrightError
+from meshwright.files import write_whole
 from meshwright.launch import (
     Joined,
     Stop,
@@ -31,7 +31,7 @@ from meshwright.models import model_to_dict
 from meshwright.present import count, mesh_text
 from meshwright.training.backend import Backend
 from meshwright.training.config import DPO, LATEST, NONE, TrainConfig, config_to_dict
-from meshwright.training.optimizer_config import DEFAULT_WARMUP
+from meshwright.training.description import announcement, run_description
 from meshwright.training.resume import check_resume, resume_command, resume_step
 from meshwright.training.run import (
     ENDED,
@@ -42,14 +42,12 @@ from meshwright.training.run import (
     MetricsLog,
     StepClock,
     check_room,
-    description_files,
     disk_errors_in_one_line,
     only_run_in,
     print_line,
     read_metrics,
     throughput,
     waiting_line,
-    write_description,
     write_run_page,
 )
 from meshwright.training.run.metrics import FILE as METRICS
@@ -117,7 +115,10 @@ class Loop:
             self.eval_losses = self._read_eval_losses(first)
         if config.checkpoint.keep_best:
             self.checkpoints.losses = self.eval_losses
-        self._announce(first)
+        for line in announcement(self.backend, config, first):
+            self._say(line)
+        if self.saved is not None:
+            self._say(f"resuming from step {self.saved} in {self.checkpoints.folder}")
         last = config.steps if config.stop_at is None else min(config.steps, config.stop_at)
         if first >= last:
             self._say(f"nothing to do: {config.run} is at step {first}, and {last} are wanted")
@@ -135,7 +136,8 @@ class Loop:
 
     def _train(self, first: int) -> int:
         """From loading to the last save; gives back the step it is of."""
-        config, description = self.config, self._description()
+        config = self.config
+        description = run_description(self.backend, config, self._base)
         if self.speaks:  # before anything slow
             size = sum(len(text.encode()) for text in description.values())
             if (metrics := config.run / METRICS).is_file():  # copied without later lines
@@ -151,7 +153,8 @@ class Loop:
             self.check_owned()
             self._set_later_aside()
             if self.speaks:
-                write_description(config.run, description)
+                for name, text in description.items():
+                    write_whole(config.run / name, text)
                 self._say(
                     f"curves from the first step on: {self.page.file}, or with other runs: "
                     f"meshwright board {shlex.quote(str(config.run.parent))}"
@@ -465,58 +468,6 @@ class Loop:
                 f"({', '.join(map(str, later[-8:]))}) and a copy of {METRICS}; delete that folder "
                 "when you no longer need it"
             )
-
-    # what is told
-
-    def _announce(self, first: int) -> None:
-        config, backend = self.config, self.backend
-        self._say(
-            f"{config.model} on mesh {mesh_text(backend.mesh_shape)}: "
-            f"{count(backend.num_devices, backend.device_kind + ' device')}"
-            + (f", {backend.processes} processes" if backend.processes > 1 else "")
-        )
-        for line in backend.placement_lines():
-            self._say(line)
-        sequences = count(config.batch // config.accumulation, "sequence")
-        self._say(
-            f"batch {config.batch} × {config.seq} tokens as "
-            f"{count(config.accumulation, 'micro-batch')} of {sequences}; data {config.data}; "
-            f"steps {first} to {config.steps}"
-        )
-        for line in backend.loader.remarks():
-            self._say(line)
-        warmup = config.optimizer.warmup(config.steps)
-        if config.optimizer.warmup_steps is None and warmup < DEFAULT_WARMUP:
-            self._say(
-                f"note: the warm-up is shortened from {DEFAULT_WARMUP} to {count(warmup, 'step')}, "
-                "to suit the length of the run; --optimizer.warmup-steps sets it"
-            )
-        for line in backend.compute_lines():
-            self._say(line)
-        if self.saved is not None:
-            self._say(f"resuming from step {self.saved} in {self.checkpoints.folder}")
-
-    def _description(self) -> dict[str, str]:
-        backend, folder = self.backend, self.config.run
-        mixture = backend.loader.mixture
-        settings = config_to_dict(self.config) | {
-            "model_config": model_to_dict(backend.model),
-            "hf_config": backend.model.hf_config,
-            "base": self._base,
-            "special_tokens": mixture.special_tokens,
-        }
-        about = {
-            "name": folder.name,
-            "model": self.config.model,
-            "parameters": f"{backend.num_parameters:,}",
-            "mesh": mesh_text(backend.mesh_shape),
-            "machine": f"{backend.num_devices} × {backend.device_kind}",
-            "data": self.config.data,
-            "FLOPs of a token": backend.work.formula,
-            "version": meshwright.__version__,
-        }
-        files = description_files(settings, about, mixture.tokenizer.to_json())
-        return files | mixture.template_files()
 
     def _say(self, text: str) -> None:
         if self.speaks:

@@ -34,10 +34,10 @@ from meshwright.models import (
 )
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
 from meshwright.ops import current_platform
+from meshwright.training.compute import check_balance
 from meshwright.training.config import DpoConfig
 from meshwright.training.dpo import dpo_loss, pair_count, reference_params, with_answers
 from meshwright.training.run.summary import EXPERT_LOADS
-from meshwright.training.setup import check_balance
 from meshwright.training.state import TrainState
 from meshwright.training.tpu import compiler_options
 from meshwright.training.trainable import (

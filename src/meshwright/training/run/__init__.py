@@ -2,7 +2,6 @@
 
 from meshwright.files import check_room, disk_errors_in_one_line, print_line
 from meshwright.training.run.board import Board
-from meshwright.training.run.description import description_files, write_description
 from meshwright.training.run.live import LiveLine, waiting_line
 from meshwright.training.run.lock import LostFolderError, only_run_in
 from meshwright.training.run.metrics import ENDED, RESUMED, Metrics, MetricsLog, read_metrics
@@ -21,7 +20,7 @@ from meshwright.training.run.throughput import (
 __all__ = [
     "ENDED", "RESUMED", "Board", "LiveLine", "LivePage", "LostFolderError", "Memory", "Metrics",
     "MetricsLog", "RunStatus", "StepClock", "Throughput", "check_room", "chip_peak_flops",
-    "description_files", "disk_errors_in_one_line", "memory", "only_run_in", "peak_flops",
+    "disk_errors_in_one_line", "memory", "only_run_in", "peak_flops",
     "print_line", "read_metrics", "run_status", "throughput", "waiting_line",
-    "write_description", "write_run_page",
+    "write_run_page",
 ]  # fmt: skip
