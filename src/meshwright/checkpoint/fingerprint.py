@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from meshwright.checkpoint.pieces import FIRST, POSITION, RANGE, SECOND, runs
+from meshwright.checkpoint.pieces import FIRST, POSITION, RANGE, SECOND, mix, runs
 from meshwright.errors import MeshwrightError
 
 
@@ -95,8 +95,8 @@ def sums_of_part(part: jax.Array, starts: Sequence[jax.Array], shape: Sequence[i
     first = second = jnp.zeros(part.shape, jnp.uint32)
     for number, word in enumerate(_words(part)):
         salt = np.uint32(0x9E3779B9 * (2 * number + 1) % RANGE)
-        first = first + _mix(word ^ (key + salt), FIRST)
-        second = second + _mix(word ^ (key * np.uint32(0xB5297A4D) + salt), SECOND)
+        first = first + mix(word ^ (key + salt), FIRST)
+        second = second + mix(word ^ (key * np.uint32(0xB5297A4D) + salt), SECOND)
     # one reduction for both, so that no array-sized intermediate is written to memory
     zero = jnp.uint32(0)
     both = lax.reduce(
@@ -122,7 +122,7 @@ def _position_key(
                 starts[dim], part_shape
             )
             index = index + coordinate * stride
-        key = _mix(key + index, POSITION)
+        key = mix(key + index, POSITION)
     return key
 
 
@@ -138,14 +138,6 @@ def _words(array: jax.Array) -> list[jax.Array]:
         pairs = lax.bitcast_convert_type(array, jnp.uint32)
         return [pairs[..., 0], pairs[..., 1]]
     return [lax.bitcast_convert_type(array, f"uint{bits}").astype(jnp.uint32)]
-
-
-def _mix(x: jax.Array, rounds: tuple[int, int, int, int, int]) -> jax.Array:
-    """A bijection of 32 bits in which each input bit affects half of the output bits."""
-    a, first, b, second, c = (np.uint32(number) for number in rounds)
-    x = (x ^ (x >> a)) * first
-    x = (x ^ (x >> b)) * second
-    return x ^ (x >> c)
 
 
 def _as_tuple(entry: Any) -> tuple[str, ...]:

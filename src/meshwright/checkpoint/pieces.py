@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -102,13 +103,13 @@ def sums_of_bits(bits: np.ndarray, starts: Sequence[int], shape: Sequence[int]) 
             stride = np.uint32(math.prod(shape[d] for d in run if d > dim) % RANGE)
             line = np.arange(bits.shape[dim], dtype=np.uint32) + np.uint32(starts[dim])
             index += (line * stride).reshape([-1 if d == dim else 1 for d in range(bits.ndim)])
-        key = _mix(key + index, POSITION)
+        key = mix(key + index, POSITION)
     first = second = 0
     for number, word in enumerate(_words(bits)):
         salt = np.uint32(0x9E3779B9 * (2 * number + 1) % RANGE)
-        first += int(_mix(word ^ (key + salt), FIRST).sum(dtype=np.uint64))
+        first += int(mix(word ^ (key + salt), FIRST).sum(dtype=np.uint64))
         key_b = key * np.uint32(0xB5297A4D) + salt
-        second += int(_mix(word ^ key_b, SECOND).sum(dtype=np.uint64))
+        second += int(mix(word ^ key_b, SECOND).sum(dtype=np.uint64))
     return first % RANGE, second % RANGE
 
 
@@ -152,7 +153,8 @@ def _words(bits: np.ndarray) -> list[np.ndarray]:
     return [low, (bits >> np.uint64(32)).astype(np.uint32)]
 
 
-def _mix(x: np.ndarray, rounds: tuple[int, int, int, int, int]) -> np.ndarray:
+def mix(x: Any, rounds: tuple[int, int, int, int, int]) -> Any:
+    """A bijection of 32 bits in which each input bit affects half of the output bits."""
     a, first, b, second, c = (np.uint32(number) for number in rounds)
     x = (x ^ (x >> a)) * first
     x = (x ^ (x >> b)) * second

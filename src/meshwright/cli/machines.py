@@ -37,8 +37,8 @@ def machines(settings: MachinesSettings) -> None:
         Row(
             (
                 each.name,
-                _tera(each.bf16_flops, "FLOP/s"),
-                _tera(each.fp8_flops, "FLOP/s"),
+                _tera(each.bf16_flops),
+                _tera(each.fp8_flops),
                 f"{each.memory_bytes / 1e9:.0f} GB",
                 f"{each.memory_bandwidth / 1e12:.2f} TB/s",
                 f"{each.links} × {each.link_bandwidth / 1e9:.0f} GB/s",
@@ -89,5 +89,5 @@ def _sizes(chip: Chip) -> str:
     return f"{chip.name}:{first} to {last} ({math.prod(shapes[-1]):,} chips)"
 
 
-def _tera(value: float | None, unit: str) -> str:
-    return "none" if value is None else f"{value / 1e12:,.5g} T{unit}"
+def _tera(flops: float | None) -> str:
+    return "none" if flops is None else f"{flops / 1e12:,.5g} TFLOP/s"

@@ -7,10 +7,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 Read = TypeVar("Read")
+THREADS = 2
+AHEAD = 4  # steps
 
 
 def read_ahead(
-    read: Callable[[int], Read], start: int, stop: int | None, threads: int, ahead: int
+    read: Callable[[int], Read],
+    start: int,
+    stop: int | None,
+    threads: int = THREADS,
+    ahead: int = AHEAD,
 ) -> Iterator[tuple[int, Read]]:
     """Yield (step, read(step)) for each step from `start`, reading up to `ahead` steps early.
 

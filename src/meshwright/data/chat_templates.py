@@ -111,7 +111,6 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] | None = None,
-        values: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
         """The text of a conversation, and which characters of it are the model's answers.
 
@@ -122,8 +121,8 @@ class ChatTemplate:
         ('<|im_start|>assistant\\nHi!<|im_end|>\\n', [(22, 35)])
         """
         if not self.marks_answers:
-            return self._answers_by_difference(messages, tools, values)
-        marked = self._render(messages, tools, False, {**(values or {}), **self._marks})
+            return self._answers_by_difference(messages, tools)
+        marked = self._render(messages, tools, False, self._marks)
         begins, _ = self._marks.values()
         text, spans, start = "", [], 0
         for part, mark in _parts(marked, self._any_mark):
@@ -138,18 +137,17 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Sequence[Any] | None,
-        values: Mapping[str, Any] | None,
     ) -> tuple[str, list[Span]]:
-        text = self._render(messages, tools, False, values)
+        text = self._render(messages, tools, False, None)
         spans = []
         for number, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            before = self._render(messages[:number], tools, True, values)
-            up_to = self._render(messages[: number + 1], tools, False, values)
+            before = self._render(messages[:number], tools, True, None)
+            up_to = self._render(messages[: number + 1], tools, False, None)
             end = len(up_to)
             if not up_to.startswith(before) or not text.startswith(up_to):
-                end = self._end_of(number, messages, tools, values)
+                end = self._end_of(number, messages, tools)
             answer = text[len(before) : end]
             # the end of a message is its last token; white space only if there is nothing else
             content = message.get("content")
@@ -166,7 +164,6 @@ class ChatTemplate:
         number: int,
         messages: Sequence[Message],
         tools: Sequence[Any] | None,
-        values: Mapping[str, Any] | None,
     ) -> int:
         """Where a message ends that the template writes otherwise if it is the last.
 
@@ -181,8 +178,8 @@ class ChatTemplate:
 
         def split(count: int) -> tuple[str, str]:
             """The first messages up to the end of the content, and the rest of their text."""
-            text = self._render(messages[:count], tools, False, values)
-            with_marker = self._render(marked[:count], tools, False, values)
+            text = self._render(messages[:count], tools, False, None)
+            with_marker = self._render(marked[:count], tools, False, None)
             end, reason = _end_of_content(text, with_marker, marker, content)
             if reason:
                 raise _unknown_answer(number)

@@ -82,7 +82,8 @@ def drafts_of(
     record: Mapping[str, Any], name: str, encoding: Encoding, tokenizer: Tokenizer
 ) -> list[Draft]:
     """The example of a record of that format, or the chosen and the rejected one."""
-    weight = _example_weight(record, encoding.weight_field)
+    key = encoding.weight_field
+    weight = 1.0 if key is None else _number(record.get(key), f"{key!r}")
     end = tokenizer.end_of_document
     if encoding.fields is not None:
         pieces = encoding.fields.pieces(record, end)
@@ -191,10 +192,6 @@ def _message_weight(message: Mapping[str, Any]) -> float:
     if message.get("weight", 1) not in (0, 1):
         raise MeshwrightError(f"'weight' of a message is {message['weight']!r}, not 0 or 1")
     return float(message.get("weight", 1))
-
-
-def _example_weight(record: Mapping[str, Any], key: str | None) -> float:
-    return 1.0 if key is None else _number(record.get(key), f"{key!r}")
 
 
 def _number(value: Any, what: str) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from meshwright.arithmetic import whole_number
-from meshwright.data.ahead import read_ahead
+from meshwright.data.ahead import AHEAD, THREADS, read_ahead
 from meshwright.data.mixture import Mixture
 from meshwright.data.samples import (
     PADDING,
@@ -128,7 +128,12 @@ class Loader:
         return self._place(self._local_parts(step, sharding), sharding)
 
     def iterate(
-        self, from_step: int, sharding: NamedSharding, *, threads: int = 2, ahead: int = 4
+        self,
+        from_step: int,
+        sharding: NamedSharding,
+        *,
+        threads: int = THREADS,
+        ahead: int = AHEAD,
     ) -> Iterator[tuple[int, DeviceBatch]]:
         """Yield (step, batch) from `from_step`, reading `ahead` batches in the background."""
         self.check_sharding(sharding)
@@ -140,14 +145,14 @@ class Loader:
             yield step, self._place(parts, sharding)
 
     def iterate_part(
-        self, from_step: int, sequences: tuple[int, int], *, threads: int = 2, ahead: int = 4
+        self, from_step: int, sequences: tuple[int, int]
     ) -> Iterator[tuple[int, Batch]]:
         """Yield (step, `sequences` of each micro-batch), reading ahead in the background."""
 
         def read(step: int) -> Batch:
             return self.read(step, ((0, self.accumulation), sequences, (0, self.seq)))
 
-        return read_ahead(read, from_step, self.steps, threads, ahead)
+        return read_ahead(read, from_step, self.steps)
 
     def check_sharding(self, sharding: NamedSharding) -> None:
         """Raise a MeshwrightError if the sharding does not divide the batch evenly."""
@@ -278,14 +283,9 @@ def held_out_loader(
 
 
 def all_sequences_loader(
-    mixture: Mixture,
-    *,
-    batch: int,
-    seq: int,
-    objective: Objective | None = None,
-    packed: bool = True,
+    mixture: Mixture, *, batch: int, seq: int, objective: Objective | None = None
 ) -> Loader:
     """All sequences of all stores once, in order; padding fills the last batch."""
-    samples = AllSamples(mixture, seq, packed)
+    samples = AllSamples(mixture, seq)
     steps = -(-samples.count // max(batch, 1))
-    return Loader(mixture, samples, batch, seq, steps=steps, objective=objective, packed=packed)
+    return Loader(mixture, samples, batch, seq, steps=steps, objective=objective)

@@ -130,7 +130,8 @@ def _parse(text: str) -> Expression:
     left = tuple(sides[0].split())
     for token in left:
         if token != ELLIPSIS and not is_dim_name(token):
-            hint = "; numbers, stars and @ go right of the arrow" if _has_name(token) else ""
+            has_name = any(map(_is_letter, token)) or "*" in token
+            hint = "; numbers, stars and @ go right of the arrow" if has_name else ""
             raise MeshwrightError(
                 f"{source}: {token!r} left of the arrow is not a dim name (letters and _){hint}"
             )
@@ -291,7 +292,3 @@ def _is_letter(character: str) -> bool:
 def is_dim_name(token: str) -> bool:
     """Letters of any script and `_`; digits would mean a split."""
     return bool(token) and all(map(_is_letter, token))
-
-
-def _has_name(token: str) -> bool:
-    return any(map(_is_letter, token)) or "*" in token

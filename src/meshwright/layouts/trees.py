@@ -88,14 +88,14 @@ class Node:
         """The parts of `tree` at the places of this structure's leaves."""
         if self.container is None:
             return [tree]
-        if self != _node(tree, lambda part: part is not tree).with_children(self.children):
+        own = dataclasses.replace(
+            _node(tree, lambda part: part is not tree), children=self.children
+        )
+        if self != own:
             raise ValueError(f"{type(tree).__name__} is not a {self.container.__name__} like it")
         below = [tree[_key_name(key)] for key in self.keys]
         parts = zip(self.children, below, strict=True)
         return [leaf for child, part in parts for leaf in child.flatten_up_to(part)]
-
-    def with_children(self, children: "tuple[Node, ...]") -> "Node":
-        return dataclasses.replace(self, children=children)
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         return self._take(iter(leaves))

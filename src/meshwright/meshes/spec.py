@@ -263,7 +263,7 @@ class MeshSpec:
         """The end of a sentence: up to three meshes of the same axes that would fit."""
         fits = []
         for sizes in itertools.islice(nearest_sizes(self.sizes, num_devices), MOST_TRIED):
-            spec = dataclasses.replace(self, axes=self._with_sizes(sizes))
+            spec = dataclasses.replace(self, axes=tuple(zip(self.names, sizes, strict=True)))
             if accepts is None or accepts(spec.resolve(num_devices).shape):
                 fits.append(str(spec))
             if len(fits) == 3:
@@ -271,9 +271,6 @@ class MeshSpec:
         if fits:
             return f"{one_of(fits)} would fit"
         return f"no mesh of these axes fits the model on {count(num_devices, 'device')}"
-
-    def _with_sizes(self, sizes: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
-        return tuple(zip(self.names, sizes, strict=True))
 
 
 def check_role(role: str, given: str) -> None:

@@ -54,10 +54,10 @@ class Fp8Weight:
         return self.values.ndim
 
 
-def scale_of(x: jax.Array, dims: Sequence[int] | None = None, dtype: Any = E4M3) -> jax.Array:
-    """The power of two by which to divide `x`, over these dims (default: all), to use `dtype`."""
+def scale_of(x: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
+    """The power of two by which to divide `x`, over these dims (default: all), to use E4M3."""
     largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=None if dims is None else tuple(dims))
-    return _power_of_two(largest, dtype)
+    return _power_of_two(largest, E4M3)
 
 
 def weight_in_fp8(stacked: jax.Array) -> Fp8Weight:

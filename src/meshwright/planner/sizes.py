@@ -152,6 +152,11 @@ class StackSizes:
     router_biases: int  # numbers that a layer adds to the scores of its router
 
     @functools.cached_property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """Of one layer."""
+        return tuple(matrix for block in self.blocks for matrix in block.matrices)
+
+    @functools.cached_property
     def weights(self) -> int:
         """In the matrices of one layer."""
         return sum(block.weights for block in self.blocks)
@@ -159,8 +164,7 @@ class StackSizes:
     @functools.cached_property
     def whole_weights(self) -> int:
         """Of a layer, those that tp does not split."""
-        matrices = (matrix for block in self.blocks for matrix in block.matrices)
-        return sum(matrix.weights for matrix in matrices if matrix.whole)
+        return sum(matrix.weights for matrix in self.matrices if matrix.whole)
 
     @functools.cached_property
     def whole_gradient_weights(self) -> int:
@@ -171,13 +175,14 @@ class StackSizes:
     @functools.cached_property
     def whole_trained_weights(self) -> int:
         """Of all layers, the trained ones that tp does not split."""
-        matrices = (matrix for block in self.blocks for matrix in block.matrices)
-        return sum(matrix.weights * matrix.trained_layers for matrix in matrices if matrix.whole)
+        return sum(
+            matrix.weights * matrix.trained_layers for matrix in self.matrices if matrix.whole
+        )
 
     @functools.cached_property
     def met(self) -> float:
         """Of a layer, the weights that a token meets."""
-        return sum(matrix.met for block in self.blocks for matrix in block.matrices)
+        return sum(matrix.met for matrix in self.matrices)
 
     @functools.cached_property
     def experts(self) -> Experts | None:
@@ -195,8 +200,7 @@ class StackSizes:
     @functools.cached_property
     def frozen_met(self) -> float:
         """Of a layer, the weights without gradients that a token meets."""
-        matrices = (matrix for block in self.blocks for matrix in block.matrices)
-        return sum(matrix.met for matrix in matrices if not matrix.trained_layers)
+        return sum(matrix.met for matrix in self.matrices if not matrix.trained_layers)
 
     @functools.cached_property
     def gradient_weights(self) -> int:
@@ -206,8 +210,7 @@ class StackSizes:
     @functools.cached_property
     def trained_weights(self) -> int:
         """Of all layers."""
-        matrices = (matrix for block in self.blocks for matrix in block.matrices)
-        return sum(matrix.weights * matrix.trained_layers for matrix in matrices)
+        return sum(matrix.weights * matrix.trained_layers for matrix in self.matrices)
 
     @functools.cached_property
     def attention_weights(self) -> int:

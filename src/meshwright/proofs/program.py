@@ -130,7 +130,7 @@ def _traced(function: Any, args: Sequence[Any], machine: Machine) -> _Traced:
     arrays = tuple(leaf for leaf in leaves if _is_array(leaf))
     mesh = _mesh_of(arrays)
     _check_mesh(name, mesh, machine)
-    specs = tuple(_spec(leaf) for leaf in arrays)
+    specs = tuple(leaf.sharding.spec if _named(leaf) else PartitionSpec() for leaf in arrays)
     abstract = tuple(_abstract(leaf, spec, mesh) for leaf, spec in zip(arrays, specs, strict=True))
 
     def flat(*values: Any) -> list[Any]:
@@ -175,10 +175,6 @@ def _mesh_of(arrays: Sequence[Any]) -> Any:
 def _named(leaf: Any) -> bool:
     sharding = getattr(leaf, "sharding", None)
     return isinstance(sharding, NamedSharding) and bool(sharding.mesh.axis_names)
-
-
-def _spec(leaf: Any) -> PartitionSpec:
-    return leaf.sharding.spec if _named(leaf) else PartitionSpec()
 
 
 def _abstract(leaf: Any, spec: PartitionSpec, mesh: Any) -> jax.ShapeDtypeStruct:

@@ -164,7 +164,7 @@ def _device_weights(w: Params, compute: Compute, split: tuple[str, ...]) -> Para
         along_embed = layouts.residual.partitions[2]
         biases["down_bias"] = reshard(w["down_bias"], P(of_experts, along_embed))
     matrices = {name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w}
-    others = _without(layouts.token_axes, split)
+    others = tuple(axis for axis in layouts.token_axes if axis not in split)
     return {
         **{name: _base(matrix) for name, matrix in matrices.items()},
         **_scales(matrices),
@@ -372,10 +372,6 @@ def _exchange(
     return choose_exchange(
         compute.experts, math.prod(sizes[axis] for axis in split), experts.per_token
     )
-
-
-def _without(axes: tuple[str, ...], others: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(axis for axis in axes if axis not in others)
 
 
 def with_router_losses(

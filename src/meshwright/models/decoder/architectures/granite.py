@@ -4,17 +4,12 @@ from typing import Any
 
 from meshwright.models.decoder.architecture import Architecture, Field, Fields, Part
 from meshwright.models.decoder.architectures.llama import FIELDS, ONLY, TENSORS, WRITTEN
-from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.hf_parts import OPTIONAL_BIAS, ROPE, heads
 from meshwright.models.huggingface import number
 
 
 def _logits(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
     return {"logit_scale": 1 / number(fields, "logits_scaling", where, 1.0)}
-
-
-def _write_logits(config: DecoderConfig) -> dict[str, Any]:
-    return {"logits_scaling": 1 / config.logit_scale}
 
 
 GRANITE = Architecture(
@@ -31,7 +26,11 @@ GRANITE = Architecture(
         heads(kv_heads_may_be_absent=True),
         ROPE,
         OPTIONAL_BIAS,
-        Part(frozenset({"logits_scaling"}), _logits, _write_logits),
+        Part(
+            frozenset({"logits_scaling"}),
+            _logits,
+            lambda config: {"logits_scaling": 1 / config.logit_scale},
+        ),
     ),
     written=WRITTEN,
     only=ONLY,
