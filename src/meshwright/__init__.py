@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel",
-    "Layout", "LoraConfig", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal",
+    "CHIPS", "ArraySpec", "Audit", "Chip", "Constant", "EngineConfig", "LanguageModel", "Layout",
+    "LoraConfig", "Machine", "MachineMesh", "MeshSpec", "MeshwrightError", "Normal",
     "OptimizerConfig", "PathRules", "Plan", "ProgramPlan", "ProgramProof", "Proof", "Rules",
     "ServeConfig", "TrainConfig", "audit", "create", "einshard", "explain", "export", "layout_tree",
     "load", "load_hf", "mesh", "optimizer_layouts", "plan", "prove", "save_hf", "serve", "shard",

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshwright as mw
 from meshwright.ops.collectives import all_gather
-from meshwright.ops.norms import add_bias, rms_norm
+from meshwright.ops.norms import NormKind, add_bias, normalize
 
 EPS = 1e-5
 
@@ -69,7 +69,7 @@ def test_rms_norm_and_its_gradients_are_the_formula(layout: P) -> None:
     tokens = [axis for axis in layout[:2] if axis is not None]
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return rms_norm(x, all_gather(scale, tokens), EPS)
+        return normalize(x, all_gather(scale, tokens), NormKind(EPS))
 
     with jax.set_mesh(mesh):
         args = jax.device_put(x, layout), jax.device_put(scale, P(last))
@@ -86,7 +86,7 @@ def test_rms_norm_of_bfloat16_is_rounded_once() -> None:
     x, scale, _ = inputs()
     low = jnp.asarray(x, jnp.bfloat16)
     with jax.set_mesh(mw.mesh("dp=1", devices=jax.devices()[:1], axis_types="explicit")):
-        out = rms_norm(low, jnp.asarray(scale), EPS)
+        out = normalize(low, jnp.asarray(scale), NormKind(EPS))
     assert out.dtype == jnp.bfloat16
     exact = norm_in_float64(np.asarray(low, "f8"), scale)
     np.testing.assert_allclose(np.asarray(out, "f8"), exact, rtol=2**-8)
@@ -94,7 +94,7 @@ def test_rms_norm_of_bfloat16_is_rounded_once() -> None:
 
 def test_a_row_of_zeros_stays_zero() -> None:
     with jax.set_mesh(mw.mesh("dp=1", devices=jax.devices()[:1], axis_types="explicit")):
-        out = rms_norm(jnp.zeros((1, 1, 4)), jnp.ones(4), EPS)
+        out = normalize(jnp.zeros((1, 1, 4)), jnp.ones(4), NormKind(EPS))
     np.testing.assert_array_equal(out, 0)
 
 

@@ -38,12 +38,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BOOKKEEPING", "OPERATIONS", "Audit", "Buffer", "Collective", "Instruction", "Payload", "Phase",
     "Program", "Replicated", "SentCollective", "Sum", "array_bytes", "arrays_of", "audit",
-    "axes_between",
-    "buffers_table", "collectives", "expected_of", "expected_of_step", "headline", "instructions",
-    "jax_stage", "judged", "marks", "merged", "objections", "part_of_axes", "read_program",
-    "replica_groups", "replicated_table", "row_line", "rows_table", "short_source",
-    "sums_table",
-    "trip_count", "wire_bytes",
+    "axes_between", "buffers_table", "collectives", "expected_of", "expected_of_step", "headline",
+    "instructions", "jax_stage", "judged", "marks", "merged", "objections", "part_of_axes",
+    "read_program", "replica_groups", "replicated_table", "row_line", "rows_table", "short_source",
+    "sums_table", "trip_count", "wire_bytes",
 ]  # fmt: skip
 
 import_when_used(__name__)

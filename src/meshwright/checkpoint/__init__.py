@@ -31,32 +31,10 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.piece_tree import load_piece_tree
 
 __all__ = [
-    "Checkpoints",
-    "Command",
-    "Piece",
-    "Record",
-    "SavedArray",
-    "advice",
-    "altered",
-    "as_json",
-    "bits_of",
-    "check_files",
-    "fingerprint_of",
-    "folders",
-    "holds_pieces",
-    "list_files",
-    "load_piece_tree",
-    "lowest_loss",
-    "misnamed",
-    "not_a_folder",
-    "overlap",
-    "read_intact_step",
-    "read_pieces",
-    "read_record",
-    "read_step",
-    "sums_of_bits",
-    "write_pieces",
-    "write_record",
+    "Checkpoints", "Command", "Piece", "Record", "SavedArray", "advice", "altered", "as_json",
+    "bits_of", "check_files", "fingerprint_of", "folders", "holds_pieces", "list_files",
+    "load_piece_tree", "lowest_loss", "misnamed", "not_a_folder", "overlap", "read_intact_step",
+    "read_pieces", "read_record", "read_step", "sums_of_bits", "write_pieces", "write_record",
 ]  # fmt: skip
 
 _WITH_JAX = {

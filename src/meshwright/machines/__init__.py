@@ -18,9 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHIPS", "FIGURES", "INSTANCES", "PRICES", "AbstractDevice", "Catalogue", "Chip", "Machine",
-    "Price", "check_host_memory", "check_slice", "chip_of_kind", "find_chip",
-    "free_host_memory", "host_bytes", "larger", "machine_sizes", "read_catalogue", "slice_of",
-    "slice_shapes",
+    "Price", "check_host_memory", "check_slice", "chip_of_kind", "find_chip", "free_host_memory",
+    "host_bytes", "larger", "machine_sizes", "read_catalogue", "slice_of", "slice_shapes",
 ]  # fmt: skip
 
 import_when_used(__name__)

@@ -25,23 +25,9 @@ if TYPE_CHECKING:
     from meshwright.meshes.jax_mesh import AnyMesh
 
 __all__ = [
-    "FIELD_ROLES",
-    "MOST_TRIED",
-    "RESERVED_AXIS",
-    "ROLES",
-    "STANDARD_AXES",
-    "Accepts",
-    "AnyMesh",
-    "MachineMesh",
-    "MeshShape",
-    "MeshSpec",
-    "axes_across_slices",
-    "check_role",
-    "device_list",
-    "mesh",
-    "nearest_sizes",
-    "ring_in_words",
-    "tile_mesh",
+    "FIELD_ROLES", "MOST_TRIED", "RESERVED_AXIS", "ROLES", "STANDARD_AXES", "Accepts", "AnyMesh",
+    "MachineMesh", "MeshShape", "MeshSpec", "axes_across_slices", "check_role", "device_list",
+    "mesh", "nearest_sizes", "ring_in_words", "tile_mesh",
 ]  # fmt: skip
 
 import_when_used(__name__)

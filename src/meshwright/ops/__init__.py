@@ -46,7 +46,7 @@ from meshwright.ops.fp8 import (
 from meshwright.ops.grouped import group_alignment, grouped_low_rank, grouped_matmul
 from meshwright.ops.low_rank import Dropout, hashed, low_rank_product
 from meshwright.ops.mosaic import is_hopper, switched_on
-from meshwright.ops.norms import NORMS, NormKind, add_bias, normalize, rms_norm
+from meshwright.ops.norms import NormKind, add_bias, normalize
 from meshwright.ops.quantized import (
     NF4,
     NF4_BLOCK,
@@ -59,10 +59,10 @@ from meshwright.ops.quantized import (
     scaled,
 )
 from meshwright.ops.relative_bias import relative_bias, relative_bias_at
-from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling, rotate
+from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
 __all__ = [
-    "COMPILER_OPTIONS", "EXCHANGES", "FEW_TOKENS", "IGNORED", "NF4", "NF4_BLOCK", "NORMS",
+    "COMPILER_OPTIONS", "EXCHANGES", "FEW_TOKENS", "IGNORED", "NF4", "NF4_BLOCK",
     "QUANTIZED_DTYPES", "SCALE", "Dropout", "Fp8Weight", "LinearScaling", "Llama3Scaling", "Mlp",
     "NormKind", "Quantized", "Rope", "Rows", "Scaling", "YarnScaling", "add_bias", "all_gather",
     "cross_entropy", "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
@@ -70,8 +70,8 @@ __all__ = [
     "float32_matmul", "fp8_einsum", "group_alignment", "grouped_low_rank", "grouped_matmul",
     "hashed", "is_hopper", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes",
     "normalize", "over_capacity", "over_chunks", "partial_sums", "plain_weights", "quantize",
-    "quantized_spec", "reduce_part", "reduce_to", "relative_bias", "relative_bias_at", "rms_norm",
-    "rotate", "rows_per_token", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
+    "quantized_spec", "reduce_part", "reduce_to", "relative_bias", "relative_bias_at",
+    "rows_per_token", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
     "target_log_probs", "through_experts", "tie_gradients", "top_experts", "varying_like",
     "weight_in_fp8",
 ]  # fmt: skip

@@ -33,25 +33,17 @@ class NormKind:
 def normalize(
     x: jax.Array, scale: jax.Array, kind: NormKind, bias: jax.Array | None = None
 ) -> jax.Array:
-    """The norm of x over the dims of `scale`, its last, times that, plus a bias if there is one."""
-    normed = _normed(x, scale, kind)
-    return normed if bias is None else add_bias(normed, bias.astype(normed.dtype))
+    """The norm of x over the dims of `scale`, its last, times that, plus a bias if there is one.
 
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last dim, times `scale`."""
-    return _normed(x, scale, NormKind(eps))
-
-
-def _normed(x: jax.Array, scale: jax.Array, kind: NormKind) -> jax.Array:
-    """The multiplication runs inside shard_map, so that the gradient of `scale` can stay partial
-    sums until all layers are done (see ops.collectives). The last dims may be sharded.
+    The multiplication runs inside shard_map, so that the gradient of `scale` can stay partial sums
+    until all layers are done (see ops.collectives). The last dims may be sharded.
     """
     spec, dims = spec_of(x), scale.ndim
     over, size = split_axes(spec[-dims:]), math.prod(x.shape[-dims:])
     local = functools.partial(_local, kind=kind, size=size, over=over)
     scale_spec = jax.typeof(scale).sharding.spec
-    return jax.shard_map(local, in_specs=(spec, scale_spec), out_specs=spec)(x, scale)
+    normed = jax.shard_map(local, in_specs=(spec, scale_spec), out_specs=spec)(x, scale)
+    return normed if bias is None else add_bias(normed, bias.astype(normed.dtype))
 
 
 def _local(
@@ -73,7 +65,7 @@ def _local(
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """`x` plus a bias over its last dims, inside shard_map (as in rms_norm)."""
+    """`x` plus a bias over its last dims, inside shard_map (as in normalize)."""
     spec, bias_spec = spec_of(x), jax.typeof(bias).sharding.spec
     broadcast = (None,) * (x.ndim - bias.ndim)
     return jax.shard_map(

@@ -29,48 +29,15 @@ if TYPE_CHECKING:
     from meshwright.planner.program import ProgramPlan, plan_partitioned
     from meshwright.planner.result import Estimate, Memory, Plan, Refusal
     from meshwright.planner.step import StepModel
-    from meshwright.planner.workload import CHOSEN, Choice, Workload, apply
+    from meshwright.planner.workload import Choice, Workload, apply
 
 __all__ = [
-    "CHOSEN",
-    "Choice",
-    "Collective",
-    "Comparison",
-    "Deployment",
-    "Deployments",
-    "Estimate",
-    "Load",
-    "LongRun",
-    "Memory",
-    "Offer",
-    "Plan",
-    "ProgramPlan",
-    "Refusal",
-    "Run",
-    "Size",
-    "StepModel",
-    "Workload",
-    "apply",
-    "batch_for",
-    "check_kind",
-    "compare",
-    "constraints_of",
-    "curve",
-    "deployments",
-    "in_stages",
-    "machines_named",
-    "memory",
-    "over",
-    "place_axes",
-    "plan",
-    "plan_config",
-    "plan_partitioned",
-    "planned",
-    "planned_sizes",
-    "planned_to_serve",
-    "sequences",
-    "staged",
-    "without_price",
-]
+    "Choice", "Collective", "Comparison", "Deployment", "Deployments", "Estimate", "Load",
+    "LongRun", "Memory", "Offer", "Plan", "ProgramPlan", "Refusal", "Run", "Size", "StepModel",
+    "Workload", "apply", "batch_for", "check_kind", "compare", "constraints_of", "curve",
+    "deployments", "in_stages", "machines_named", "memory", "over", "place_axes", "plan",
+    "plan_config", "plan_partitioned", "planned", "planned_sizes", "planned_to_serve", "sequences",
+    "staged", "without_price",
+]  # fmt: skip
 
 import_when_used(__name__)

@@ -31,7 +31,6 @@ from meshwright.present.tables import (
 __all__ = [
     "CONTENT_POLICY", "GIB", "Column", "Row", "aligned", "amount", "bar", "bytes_text", "count",
     "count_text", "duration_text", "gib", "mesh_text", "nearest_multiples", "nearest_sizes_text",
-    "paragraph",
-    "percent", "render", "seconds_text", "table_html", "table_markdown", "table_text",
+    "paragraph", "percent", "render", "seconds_text", "table_html", "table_markdown", "table_text",
     "text_html", "wrapped", "write_page",
 ]  # fmt: skip

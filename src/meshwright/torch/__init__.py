@@ -26,7 +26,6 @@ from meshwright.torch.parallelize import parallelize
 from meshwright.torch.save import save_hf
 
 __all__ = [
-    "Checkpoints", "TorchExplanation", "assert_collectives", "audit", "cross_entropy",
-    "data_shard", "expected_of_model", "explain", "initialize", "load_hf", "mesh", "parallelize",
-    "save_hf",
+    "Checkpoints", "TorchExplanation", "assert_collectives", "audit", "cross_entropy", "data_shard",
+    "expected_of_model", "explain", "initialize", "load_hf", "mesh", "parallelize", "save_hf",
 ]  # fmt: skip

@@ -4,19 +4,11 @@ from meshwright.models.blocks import REMAT
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.family import DECODER
-from meshwright.models.decoder.forward import forward, lm_head, logits
+from meshwright.models.decoder.forward import forward, logits
 from meshwright.models.decoder.presets import PRESETS
 from meshwright.models.decoder.rules import decoder_rules, t5x_rules
 
 __all__ = [
-    "DECODER",
-    "PRESETS",
-    "REMAT",
-    "DecoderConfig",
-    "abstract_arrays",
-    "decoder_rules",
-    "forward",
-    "lm_head",
-    "logits",
-    "t5x_rules",
-]
+    "DECODER", "PRESETS", "REMAT", "DecoderConfig", "abstract_arrays", "decoder_rules", "forward",
+    "logits", "t5x_rules",
+]  # fmt: skip

@@ -1,6 +1,6 @@
 """Hugging Face folders of any family: fields of config.json, tensors read and written."""
 
-from meshwright.models.huggingface.arrays import HfArray, HfModel, hf_arrays
+from meshwright.models.huggingface.arrays import HfModel, hf_arrays
 from meshwright.models.huggingface.fields import (
     HARMLESS,
     SOURCE,
@@ -30,30 +30,8 @@ from meshwright.models.huggingface.peft import (
 from meshwright.models.huggingface.save import hf_tensors, save_folder, tokenizer_files_of
 
 __all__ = [
-    "HARMLESS",
-    "SOURCE",
-    "SPECIAL_TOKENS",
-    "WEIGHTS",
-    "HfArray",
-    "HfModel",
-    "KnownFields",
-    "OnLayer",
-    "OnRead",
-    "adapter_model",
-    "check_fields",
-    "flag",
-    "has_tensor",
-    "hf_arrays",
-    "hf_tensors",
-    "is_adapter",
-    "load_folder",
-    "load_tensors",
-    "number",
-    "read_adapter_config",
-    "read_hf_config",
-    "remembered",
-    "save_folder",
-    "short",
-    "tokenizer_files_of",
-    "whole",
-]
+    "HARMLESS", "SOURCE", "SPECIAL_TOKENS", "WEIGHTS", "HfModel", "KnownFields", "OnLayer",
+    "OnRead", "adapter_model", "check_fields", "flag", "has_tensor", "hf_arrays", "hf_tensors",
+    "is_adapter", "load_folder", "load_tensors", "number", "read_adapter_config", "read_hf_config",
+    "remembered", "save_folder", "short", "tokenizer_files_of", "whole",
+]  # fmt: skip

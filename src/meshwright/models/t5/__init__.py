@@ -2,21 +2,12 @@
 
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
-from meshwright.models.t5.forward import forward, lm_head, logits, loss
+from meshwright.models.t5.forward import forward, logits, loss
 from meshwright.models.t5.hf_config import from_hf_config, to_hf_config
 from meshwright.models.t5.presets import PRESETS
 from meshwright.models.t5.rules import t5_rules, t5x_rules
 
 __all__ = [
-    "PRESETS",
-    "T5Config",
-    "abstract_arrays",
-    "forward",
-    "from_hf_config",
-    "lm_head",
-    "logits",
-    "loss",
-    "t5_rules",
-    "t5x_rules",
-    "to_hf_config",
-]
+    "PRESETS", "T5Config", "abstract_arrays", "forward", "from_hf_config", "logits", "loss",
+    "t5_rules", "t5x_rules", "to_hf_config",
+]  # fmt: skip

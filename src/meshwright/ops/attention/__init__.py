@@ -8,7 +8,7 @@ ids, 0 is padding). Each device computes its own sequences and heads. Where devi
 (context parallelism), the methods are a ring, an all-gather of keys, or Ulysses (all-to-all).
 """
 
-from meshwright.ops.attention.attention import Segments, attention, split_of
+from meshwright.ops.attention.attention import Segments, attention
 from meshwright.ops.attention.block import Call
 from meshwright.ops.attention.blockwise import BLOCK_QUERIES
 from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
@@ -24,7 +24,7 @@ from meshwright.ops.attention.paged import (
 from meshwright.ops.attention.paged_kernels import PagedCall, choose_paged, most_pages, pool_shape
 from meshwright.ops.attention.paged_tokens import PagedBias, PagedKeys, PagedTokens, page_size_of
 from meshwright.ops.attention.ring_steps import ring_steps_of
-from meshwright.ops.attention.splash import backward_kernels, padded_length, query_gradients
+from meshwright.ops.attention.splash import backward_kernels, query_gradients
 from meshwright.ops.attention.strategy import (
     FLOPS_PER_BYTE,
     STRATEGIES,
@@ -37,43 +37,10 @@ from meshwright.ops.attention.strategy import (
 )
 
 __all__ = [
-    "BLOCK_QUERIES",
-    "CACHE_DTYPES",
-    "EVERYTHING",
-    "FLOPS_PER_BYTE",
-    "KERNELS",
-    "STRATEGIES",
-    "Call",
-    "ContextParallel",
-    "Mask",
-    "PagedBias",
-    "PagedCall",
-    "PagedKeys",
-    "PagedTokens",
-    "Segments",
-    "Split",
-    "attend_to_pages",
-    "attention",
-    "backward_kernels",
-    "calls_of",
-    "choose",
-    "choose_paged",
-    "choose_strategy",
-    "explain_kernel",
-    "explain_strategy",
-    "fill_pages",
-    "from_zigzag",
-    "most_pages",
-    "padded_length",
-    "padding",
-    "page_size_of",
-    "paged_attention",
-    "pool_shape",
-    "query_gradients",
-    "refusal",
-    "ring_steps_of",
-    "sequence_order",
-    "slow_kernel",
-    "split_of",
-    "to_zigzag",
-]
+    "BLOCK_QUERIES", "CACHE_DTYPES", "EVERYTHING", "FLOPS_PER_BYTE", "KERNELS", "STRATEGIES",
+    "Call", "ContextParallel", "Mask", "PagedBias", "PagedCall", "PagedKeys", "PagedTokens",
+    "Segments", "Split", "attend_to_pages", "attention", "backward_kernels", "calls_of", "choose",
+    "choose_paged", "choose_strategy", "explain_kernel", "explain_strategy", "fill_pages",
+    "from_zigzag", "most_pages", "padding", "page_size_of", "paged_attention", "pool_shape",
+    "query_gradients", "refusal", "ring_steps_of", "sequence_order", "slow_kernel", "to_zigzag",
+]  # fmt: skip

@@ -18,20 +18,9 @@ if TYPE_CHECKING:
     from meshwright.planner.report.terminal import report
 
 __all__ = [
-    "comparison_data",
-    "comparison_page",
-    "comparison_report",
-    "curve_lines",
-    "explain",
-    "find_mesh",
-    "found_data",
-    "load_data",
-    "load_report",
-    "page",
-    "plan_data",
-    "plan_from_data",
-    "read_plan",
-    "report",
-]
+    "comparison_data", "comparison_page", "comparison_report", "curve_lines", "explain",
+    "find_mesh", "found_data", "load_data", "load_report", "page", "plan_data", "plan_from_data",
+    "read_plan", "report",
+]  # fmt: skip
 
 import_when_used(__name__)

@@ -20,7 +20,6 @@ from meshwright.training.run.throughput import (
 __all__ = [
     "ENDED", "RESUMED", "Board", "LiveLine", "LivePage", "LostFolderError", "Memory", "Metrics",
     "MetricsLog", "RunStatus", "StepClock", "Throughput", "check_room", "chip_peak_flops",
-    "disk_errors_in_one_line", "memory", "only_run_in", "peak_flops",
-    "print_line", "read_metrics", "run_status", "throughput", "waiting_line",
-    "write_run_page",
+    "disk_errors_in_one_line", "memory", "only_run_in", "peak_flops", "print_line", "read_metrics",
+    "run_status", "throughput", "waiting_line", "write_run_page",
 ]  # fmt: skip
