@@ -4,18 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.word_tokenizer import word_tokenizer
 
 from meshwright.data import Mixture, open_or_pack
 from meshwright.errors import MeshwrightError
 from meshwright.training import TrainConfig
 from meshwright.training.setup import mixture_of
 
-WORDS = {
-    "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-    "post_processor": None, "decoder": None, "pre_tokenizer": {"type": "Whitespace"},
-    "added_tokens": [],
-    "model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2}, "unk_token": "a"},
-}  # fmt: skip
+WORDS = word_tokenizer({"</s>": 0, "a": 1, "b": 2})
 
 
 @pytest.fixture

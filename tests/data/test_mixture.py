@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.word_tokenizer import word_tokenizer
 
 from meshwright.data import (
     ByteTokenizer,
@@ -88,20 +89,15 @@ def test_any_text_is_a_mixture_or_a_clear_mistake(text: str) -> None:
         Mixture.parse(text)
 
 
-def word_tokenizer(folder: Path, extra: str) -> Path:
-    definition = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "post_processor": None, "decoder": None, "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": {"a": 0, "</s>": 1, extra: 2}, "unk_token": "a"},
-    }  # fmt: skip
+def tokenizer_file(folder: Path, extra: str) -> Path:
+    definition = word_tokenizer({"a": 0, "</s>": 1, extra: 2})
     (folder / f"{extra}.json").write_text(json.dumps(definition))
     return folder / f"{extra}.json"
 
 
 def test_stores_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:
     stores = [
-        TokenStore.of_documents(["a"], load_tokenizer(word_tokenizer(tmp_path, x), "</s>"), name=x)
+        TokenStore.of_documents(["a"], load_tokenizer(tokenizer_file(tmp_path, x), "</s>"), name=x)
         for x in ("b", "c")
     ]
     with pytest.raises(MeshwrightError, match="'b' and 'c' were packed with different tokenizers"):
@@ -161,7 +157,7 @@ def test_the_description_follows_the_data() -> None:
 def test_data_that_cannot_train_the_model_is_refused(tmp_path: Path) -> None:
     mixture = Mixture.of([embedded_corpus()])
     check_data(mixture, vocab=257, seq=64, batch=8, held_out=4, tokenizer=BYTES)
-    other = load_tokenizer(word_tokenizer(tmp_path, "b"), "</s>")
+    other = load_tokenizer(tokenizer_file(tmp_path, "b"), "</s>")
     for asked, words in [
         ({"vocab": 256}, "vocabulary of 257, the model's is 256"),
         ({"batch": 10_000}, "less than one batch of 10000"),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.word_tokenizer import word_tokenizer
 
 from meshwright.data import (
     ByteTokenizer,
@@ -90,12 +91,7 @@ def test_many_small_batches_give_what_one_large_one_gives(
 
 def test_a_vocabulary_beyond_two_bytes_takes_four(tmp_path: Path) -> None:
     words = {f"w{i}": i for i in range(70_000)} | {"</s>": 70_000}
-    definition = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "post_processor": None, "decoder": None, "added_tokens": [],
-        "pre_tokenizer": {"type": "Whitespace"},
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
-    }  # fmt: skip
+    definition = word_tokenizer(words, unknown="w0")
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     tokenizer = load_tokenizer(tmp_path, "</s>")
     done = pack([jsonl(tmp_path / "a.jsonl", ["w69999 w3"])], tmp_path / "a.store", tokenizer)
@@ -169,14 +165,8 @@ def test_a_document_that_is_not_there_is_named(store: TokenStore) -> None:
 
 
 def test_the_tokenizer_may_add_its_own_special_tokens_once(tmp_path: Path) -> None:
-    definition = {
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "decoder": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "added_tokens": [
-            {"id": i, "content": token, "special": True, "single_word": False, "lstrip": False,
-             "rstrip": False, "normalized": False}
-            for i, token in ((0, "<s>"), (1, "</s>"))
-        ],
+    words = word_tokenizer({"<s>": 0, "</s>": 1, "a": 2, "b": 3}, special=["<s>", "</s>"])
+    definition = words | {
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}},
@@ -186,7 +176,6 @@ def test_the_tokenizer_may_add_its_own_special_tokens_once(tmp_path: Path) -> No
             "special_tokens": {token: {"id": token, "ids": [i], "tokens": [token]}
                                for i, token in ((0, "<s>"), (1, "</s>"))},
         },
-        "model": {"type": "WordLevel", "vocab": {"<s>": 0, "</s>": 1, "a": 2, "b": 3}, "unk_token": "a"},
     }  # fmt: skip
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     tokenizer = load_tokenizer(tmp_path)

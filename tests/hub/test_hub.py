@@ -14,6 +14,7 @@ import pytest
 from tests.forked import shared_commands
 from tests.hub.server import Hub, commit, running
 from tests.processes import SEVERAL_COMMANDS, Ended
+from tests.word_tokenizer import word_tokenizer
 
 from meshwright.data import TokenStore
 from meshwright.hub import CONFIG, HubName, hub_name, local_folder, name_of_snapshot
@@ -28,15 +29,7 @@ from meshwright.models import (
 from meshwright.training import TrainConfig, weights_folder
 
 QWEN = Path(__file__).parents[1] / "models/hf_reference/qwen2.5-tied"
-TOKENIZER = {
-    "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-    "post_processor": None, "decoder": None, "pre_tokenizer": {"type": "Whitespace"},
-    "added_tokens": [
-        {"id": 0, "content": "</s>", "special": True, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
-    ],
-    "model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2}, "unk_token": "a"},
-}  # fmt: skip
+TOKENIZER = word_tokenizer({"</s>": 0, "a": 1, "b": 2}, special=["</s>"])
 NAME = "org/tiny"
 GENERATE = ("generate", NAME, "--prompt", "a b", "--max-new", "4", "--temperature", "0")
 PLAN = ("plan", NAME, "--on", "cpu:1", "--batch", "1", "--seq", "8")

@@ -6,33 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from tests.launch.memory_store import MemoryStore
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch import AgreedError, Fact, Joined, StoreAgreement, compare_processes
 from meshwright.launch.agreement import MOST_TOLD
-
-
-class Shared:
-    """A store for processes that are threads."""
-
-    def __init__(self) -> None:
-        self.lock, self.texts = threading.Lock(), dict[str, str]()
-
-    def get(self, key: str) -> str | None:
-        with self.lock:
-            return self.texts.get(key)
-
-    def get_all(self, folder: str) -> dict[str, str]:
-        with self.lock:
-            return {key: text for key, text in self.texts.items() if key.startswith(folder)}
-
-    def put(self, key: str, text: str) -> None:
-        with self.lock:
-            self.texts[key] = text
-
-    def put_once(self, key: str, text: str) -> str:
-        with self.lock:
-            return self.texts.setdefault(key, text)
 
 
 def in_threads(work: Callable[[int], str], processes: Sequence[int]) -> list[str]:
@@ -61,7 +39,7 @@ def same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compared(facts: Sequence[Any], processes: int | None = None) -> list[str]:
     """What each process is told; empty where it may begin. None of `facts` never comes."""
-    store = Shared()
+    store = MemoryStore()
 
     def work(process: int) -> str:
         def read() -> Any:
@@ -79,12 +57,12 @@ def compared(facts: Sequence[Any], processes: int | None = None) -> list[str]:
     return in_threads(work, [i for i, one in enumerate(facts) if one is not None])
 
 
-def agreement(store: Shared, process: int, processes: int) -> StoreAgreement:
+def agreement(store: MemoryStore, process: int, processes: int) -> StoreAgreement:
     return StoreAgreement("test", lambda: (store, Joined(process, processes)), 0.5, 0.01)
 
 
 def test_all_get_the_first_problem_and_can_agree_again() -> None:
-    store = Shared()
+    store = MemoryStore()
 
     def work(process: int) -> str:
         mine = agreement(store, process, 3)
@@ -96,11 +74,11 @@ def test_all_get_the_first_problem_and_can_agree_again() -> None:
     assert found[0] == (
         "|process 1: disk full||of 0|process 0 is at 0, process 1 at 1; all must do the same"
     )
-    assert len(store.texts) == 4  # however often they agree: three reports and a verdict
+    assert len(store) == 4  # however often they agree: three reports and a verdict
 
 
 def test_what_one_process_fails_at_all_raise() -> None:
-    store = Shared()
+    store = MemoryStore()
 
     def work(process: int) -> str:
         with agreement(store, process, 2).collective_errors("saving", "; retry", str) as catch:
@@ -114,7 +92,7 @@ def test_what_one_process_fails_at_all_raise() -> None:
 
 
 def test_a_process_that_never_reports_a_result_is_named() -> None:
-    store = Shared()
+    store = MemoryStore()
     found = in_threads(lambda process: agreement(store, process, 3).agree(""), range(2))
     assert found == [found[0]] * 2
     assert found[0].startswith("process 2 did not report within 0.5 s")

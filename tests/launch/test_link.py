@@ -7,22 +7,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from tests.launch.memory_store import MemoryStore
 from tests.patience import PATIENCE_S, eventually
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch import link as links
 from meshwright.launch.link import Follower, Leader
-
-
-class DictStore(dict[str, str]):
-    def get_all(self, folder: str) -> dict[str, str]:
-        return {key: text for key, text in self.items() if key.startswith(folder)}
-
-    def put(self, key: str, text: str) -> None:
-        self[key] = text
-
-    def put_once(self, key: str, text: str) -> str:
-        return self.setdefault(key, text)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +32,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @contextlib.contextmanager
 def linked(followers: int = 2) -> Iterator[tuple[Leader, list[Follower]]]:
-    store = DictStore()
+    store = MemoryStore()
     found: list[Follower] = []
     threads = [
         threading.Thread(target=lambda i=i: found.append(Follower(i, store)))
@@ -152,7 +142,7 @@ def test_an_error_that_a_lost_process_caused_is_told_as_that(ended: list[str]) -
 
 
 def test_strangers_are_not_let_in_and_a_missing_process_is_named() -> None:
-    store = DictStore()
+    store = MemoryStore()
     failures: list[str] = []
 
     def lead() -> None:

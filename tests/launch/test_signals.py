@@ -10,22 +10,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.launch.memory_store import MemoryStore
 
 from meshwright import MeshwrightError
 from meshwright.launch import Stop, agree, stop_on_signals
-
-
-class Shared(dict[str, str]):
-    """A store for processes that are simulated in one."""
-
-    def get_all(self, folder: str) -> dict[str, str]:
-        return {key: text for key, text in self.items() if key.startswith(folder)}
-
-    def put(self, key: str, text: str) -> None:
-        self[key] = text
-
-    def put_once(self, key: str, text: str) -> str:
-        return self.setdefault(key, text)
 
 
 def test_sigterm_asks_to_stop_and_the_handlers_come_back() -> None:
@@ -122,7 +110,7 @@ def simulate(
     """
     order = random.Random(seed)
     fast = order.randrange(processes)
-    store = Shared()
+    store = MemoryStore()
     stops = [Stop(key="stop") for _ in range(processes)]
     next_step = [0] * processes
     left: dict[int, int] = {}

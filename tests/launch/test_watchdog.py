@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tests.launch.memory_store import MemoryStore
 from tests.patience import PATIENCE_S, eventually
 
 from meshwright import MeshwrightError
@@ -134,25 +135,6 @@ def test_time_in_which_the_machine_slept_does_not_count(tmp_path: Path, clock: C
         assert len(lines) == 1
 
 
-class Texts:
-    """A store in memory."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-
-    def get(self, key: str) -> str | None:
-        return self.texts.get(key)
-
-    def get_all(self, folder: str) -> dict[str, str]:
-        return {key: text for key, text in self.texts.items() if key.startswith(folder)}
-
-    def put(self, key: str, text: str) -> None:
-        self.texts[key] = text
-
-    def put_once(self, key: str, text: str) -> str:
-        return self.texts.setdefault(key, text)
-
-
 def test_the_agreed_reason_counts_although_the_store_hangs_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +148,7 @@ def test_the_agreed_reason_counts_although_the_store_hangs_afterwards(
         def join(self, timeout: float | None = None) -> None:
             assert asked.wait(PATIENCE_S)
 
-    store = Texts()
+    store = MemoryStore()
     store.put(VERDICT, "process 3 failed")
     watchdog = Watchdog(tmp_path, timeout_s=3, pause_timeout_s=8, store=store)
     monkeypatch.setattr(watchdogs, "first_to_say", hangs)
@@ -178,7 +160,7 @@ def test_the_agreed_reason_counts_although_the_store_hangs_afterwards(
 def test_each_host_of_the_same_name_says_the_reason_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, said = Texts(), []
+    store, said = MemoryStore(), []
     for process in range(4):
         boot = tmp_path / f"boot-{process // 2}"
         boot.write_text(f"{boot.name}\n")

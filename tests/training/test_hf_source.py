@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.word_tokenizer import word_tokenizer
 
 from meshwright.data import load_tokenizer, pack
 from meshwright.models import model_from_dict, model_to_dict
@@ -16,15 +17,7 @@ from meshwright.training.setup import weights_folder
 
 MISTRAL = Path(__file__).parents[1] / "models/hf_reference/mistral-wide-heads"
 SPECIAL = {"bos_token_id": 1, "eos_token_id": [0, 2], "pad_token_id": 0}
-TOKENIZER = {
-    "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-    "post_processor": None, "decoder": None, "pre_tokenizer": {"type": "Whitespace"},
-    "added_tokens": [
-        {"id": 0, "content": "</s>", "special": True, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
-    ],
-    "model": {"type": "WordLevel", "vocab": {"</s>": 0, "a": 1, "b": 2}, "unk_token": "a"},
-}  # fmt: skip
+TOKENIZER = word_tokenizer({"</s>": 0, "a": 1, "b": 2}, special=["</s>"])
 
 
 @pytest.fixture
@@ -75,8 +68,8 @@ def test_a_folder_with_weights_is_what_a_run_starts_from(tmp_path: Path, model: 
 def test_the_tokens_of_another_tokenizer_are_not_kept(tmp_path: Path, model: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    words = {"type": "WordLevel", "vocab": {"</s>": 0, "a": 2, "b": 1}, "unk_token": "a"}
-    (other / "tokenizer.json").write_text(json.dumps(TOKENIZER | {"model": words}))
+    words = word_tokenizer({"</s>": 0, "a": 2, "b": 1}, special=["</s>"])
+    (other / "tokenizer.json").write_text(json.dumps(words))
     setup = prepared(tmp_path, model / "config.json", load_tokenizer(other))
     assert setup.weights is None
     fields = to_hf_config(setup.model)
