@@ -7,6 +7,7 @@ from meshwright.lazy import import_when_used
 if TYPE_CHECKING:
     from meshwright.serving.abstract_step import ServedStep
     from meshwright.serving.abstract_weights import check_fits
+    from meshwright.serving.adapters import with_adapters
     from meshwright.serving.defaults import Defaults, answer_stops, defaults_of
     from meshwright.serving.engine import Engine
     from meshwright.serving.from_trainer import trained_weights
@@ -51,7 +52,7 @@ __all__ = [
     "ScheduledStep", "Scheduler", "ServeConfig", "ServedStep", "Source", "TextSampler",
     "TokenLogprobs", "answer_stops", "chat_folder", "check_fits", "check_prompts", "defaults_of",
     "export", "generation_mesh", "load", "load_weights", "model_source", "serve", "served_config",
-    "start_engine", "stream", "trained_weights",
+    "start_engine", "stream", "trained_weights", "with_adapters",
 ]  # fmt: skip
 
 import_when_used(__name__)
