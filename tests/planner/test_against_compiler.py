@@ -196,6 +196,23 @@ def test_bytes_of_every_collective_are_the_compilers_to_a_hundredth_in_most_prog
     assert len(exact) >= 0.5 * len(COMPILED)
 
 
+def test_weights_of_16_mib_are_all_reduced_over_all_of_an_8x8_slice_to_a_hundredth() -> None:
+    cases = [
+        entry
+        for entry in COMPILED
+        if entry["case"]["on"] in ("v5e:8x8", "v6e:8x8") and "fsdp=64" in entry["case"]["mesh"]
+    ]
+    assert len(cases) >= 6
+    models = {entry["case"]["model"] for entry in cases}
+    assert {"llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-14b"} <= models
+    for entry in cases:
+        weights = [
+            one for one in StepModel(planned(entry)).collectives if one.payload == "layer weights"
+        ]
+        assert {one.operation for one in weights} == {"all-gather", "all-reduce"}
+        assert max(map(abs, off(entry))) <= 0.01
+
+
 # where memory is nearly full the compiler may gather weights once more instead of keeping them
 NOT_GATHERED_AGAIN = [entry for entry in COMPILED if not entry["gathered_again"]]
 
