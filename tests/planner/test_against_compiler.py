@@ -55,6 +55,21 @@ def test_memory_is_within_a_tenth_of_the_compilers_but_for_three_steps(
     assert 1 - below <= memory(StepModel(planned(entry))).total / entry["total"] <= 1 + above
 
 
+def test_memory_with_saved_queries_of_64_numbers_is_within_2_percent_on_one_v5e_slice() -> None:
+    saves = [
+        entry
+        for entry in COMPILED
+        if entry["case"]["model"] == "llama-3.2-1b"
+        and entry["case"]["on"] == "v5e:4x4"
+        and entry["case"]["remat"] != "full"
+        and entry["case"].get("accumulation", 1) == 1
+    ]
+    assert len(saves) >= 11
+    assert {entry["case"]["remat"] for entry in saves} == {"none", "mlp", "elementwise"}
+    for entry in saves:
+        assert memory(StepModel(planned(entry))).total == pytest.approx(entry["total"], rel=0.02)
+
+
 OFFLOADED = [entry for entry in COMPILED if entry["case"]["remat"] == "offload"]
 
 
