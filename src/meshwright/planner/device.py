@@ -79,7 +79,7 @@ class Device:
         return math.ceil(self.tokens / size), size
 
     @property
-    def turns_queries(self) -> bool:
+    def stores_queries_by_length(self) -> bool:
         """Whether a TPU's compiler saves queries with their length last, not a short head_dim.
 
         Read from a buffer assignment for v5e, where rotary embeddings write them; eleven recorded
@@ -220,12 +220,12 @@ class DeviceStack:
             return tuple(_AS_IS for block in self.sizes.blocks if block.attention)
         slow = plain_attention(device.workload, device.choice)
         plain = [attention for stack, attention, _ in slow if stack is self.sizes]
-        turned = _QUERIES_LAST if device.turns_queries else _FUSED
+        rotary = _QUERIES_LAST if device.stores_queries_by_length else _FUSED
         return tuple(
-            # keys of another sequence have no positions by which queries would be turned
-            _LENGTH_LAST if one in plain else _FUSED if one.keys_from else turned
-            for one in (block.attention for block in self.sizes.blocks)
-            if one
+            # keys of another sequence have no positions to rotate queries by
+            _LENGTH_LAST if attention in plain else _FUSED if attention.keys_from else rotary
+            for attention in (block.attention for block in self.sizes.blocks)
+            if attention
         )
 
     def working(self, arrays: int) -> Number:
