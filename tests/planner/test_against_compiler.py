@@ -84,6 +84,13 @@ def test_memory_with_offload_is_within_8_percent_and_the_host_has_the_rest(
     assert found.host / devices == pytest.approx(on_host, rel=0.01)
 
 
+def test_405b_with_offload_is_within_3_percent_with_and_without_overlap() -> None:
+    over_slices = [entry for entry in OFFLOADED if entry["case"]["model"] == "llama-3.1-405b"]
+    assert {entry["case"].get("overlap", False) for entry in over_slices} == {False, True}
+    for entry in over_slices:
+        assert memory(StepModel(planned(entry))).total == pytest.approx(entry["total"], rel=0.03)
+
+
 def test_what_fits_is_said_to_fit_and_what_does_not_is_refused() -> None:
     right = [
         memory(StepModel(planned(entry))).fits

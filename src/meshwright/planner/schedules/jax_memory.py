@@ -20,7 +20,7 @@ from meshwright.ops import keeps_logit_gradients
 from meshwright.ops.attention import sequence_order
 from meshwright.planner.attention import split_of
 from meshwright.planner.compilers import all_reduces
-from meshwright.planner.device import ITEM_BYTES, Device
+from meshwright.planner.device import ITEM_BYTES, Device, DeviceStack
 from meshwright.planner.efficiency import hides, told_to_overlap
 from meshwright.planner.step import Kinds, StepModel
 from meshwright.planner.terms import Number, value_of
@@ -80,7 +80,7 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
         found[f"backward{where}"] = backward
         needed[f"backward{where}"] = needed[f"attention{where}"] = number
         found[f"attention{where}"] = backward | {
-            "working activations": stack.working(stack.mlp_arrays_left),
+            "working activations": stack.working(_arrays_left(step, stack)),
             "attention": stack.attention,
         }
         if not device.is_tpu and device.is_sharded:
@@ -256,6 +256,21 @@ def _waiting_head(step: StepModel) -> Number:
     if head and device.is_tpu and all_reduces(device.choice, device.machine):
         return (device.float32 if device.machine.slices == 1 else head) * device.table
     return head * step.trained_tables
+
+
+def _arrays_left(step: StepModel, stack: DeviceStack) -> int:
+    """Arrays of the mlp that are there while attention is computed.
+
+    Over several slices the LM head's gradient waits as it is sent, and the gradients of queries
+    take the place of its sum: read from the buffers of llama-3.1-405b on 2*v6e:16x16.
+    """
+    device = step.device
+    machine, arrays = device.machine, stack.mlp_arrays_left
+    if not device.is_tpu or machine.slices == 1 or not all_reduces(device.choice, machine):
+        return arrays
+    untied = _head_gradient(device) and not device.sizes.is_tied
+    fits = stack.query_gradients <= device.float32 * device.table
+    return min(arrays, stack.sizes.mlp.arrays_inside + 1) if untied and fits else arrays
 
 
 def _gap_of_embedding(device: Device) -> int:
