@@ -102,6 +102,8 @@ CASES = [
         "qwen3-1.7b", "v6e:4x4", "dp=1,fsdp=2,tp=1,sp=8", 8, 32768, accumulation=2,
         context_parallel="ring",
     ),
+    # held out, and refused by the plan of that day: it fits, as weights are all-gathered once more
+    case("llama-3.1-8b", "v5e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 64, 4096),
     # a length that the fused kernel pads
     case("llama-3.2-1b", "v5e:4x4", "dp=1,fsdp=16,tp=1,sp=1", 16, 4000),
 ]  # fmt: skip
@@ -170,7 +172,11 @@ OFFLOAD_CASES = [
     case("qwen3-14b", "v5e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 128, 4096, "offload"),
     case("llama-3.1-70b", "v6e:8x8", "dp=1,fsdp=64,tp=1,sp=1", 64, 8192, "offload"),
     case("llama-3.1-405b", "2*v6e:16x16", "dp=1,fsdp=512,tp=1,sp=1", 512, 8192, "offload"),
-]
+    case(
+        "llama-3.1-405b", "2*v6e:16x16", "dp=1,fsdp=512,tp=1,sp=1", 512, 8192, "offload",
+        overlap=True,
+    ),
+]  # fmt: skip
 
 # LoRA of rank 16 beside frozen weights in 8 and 4 bits
 LORA_CASES = [

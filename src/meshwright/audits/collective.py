@@ -40,6 +40,7 @@ class Collective:
     pieces: int = 1  # operations that send these bytes each time: a layer's matrices go one by one
     layers: int = 0  # of the stack it belongs to; 0: to none
     stack: str = ""  # its name, where a model has several
+    piece_bytes: tuple[Any, ...] = ()  # of each piece, where a compiler may tell them apart
     rewrite_of: str = ""  # the collective that a compiler rewrites: "reduce-scatter over fsdp"
     link: str = ""  # what it goes over, in words: "ICI x+y, closed", "NVLink", "host network"
     seconds: float = 0.0  # all times together, if nothing hid it

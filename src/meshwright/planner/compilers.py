@@ -12,6 +12,9 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
 - emits an all-reduce, and slices afterwards, instead of a reduce-scatter over all devices of a
   slice: twice the bytes on the wire. Over a part of a slice it scatters, and over a flat slice
   that is not square (seen on v5e:4x8);
+- emits an all-reduce of shards in zeros instead of an all-gather of at most 16 MiB over all devices
+  of a flat slice of 8x8 or 8x16, of one slice and of several; smaller slices and 16x16, whose links
+  close into rings, all-gather. Not counted of an axis that continues in other slices;
 - does the same with the embedding's gradient where an encoder and a decoder look it up, unless it
   is scattered along a dim of its own. What it would all-reduce because of its shape always is
   (ops.stacks);
@@ -22,8 +25,10 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
   scatter, unless the axis continues in the others (seen on v5e);
 - lets the gradients of keys make their first ring step before they become float32.
 Not counted: where memory is nearly exhausted it may all-gather weights once more instead of keeping
-them. Weights that fsdp, sp and ep split together are all-gathered one axis after the other there
-(ops.all_gather).
+them. It pads some reduce-scatters by up to an eighth, and sends their edges by permutes. It emits
+all-reduces for gradients of queries, keys and values of 64 numbers a head in odd multiples of 128
+of embed, and of a vocabulary of 151,936 with an embed below 4,096. Weights that fsdp, sp and ep
+split together are all-gathered one axis after the other there (ops.all_gather).
 """
 
 import math
@@ -40,6 +45,8 @@ from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Choice
 
 SMALLEST = 16  # devices; of smaller slices only 2x2x2 was seen not to scatter
+SMALLEST_PADDED = 64  # devices; smaller slices all-gather arrays of every size
+LARGEST_PADDED = 16 * 2**20  # bytes; larger arrays are all-gathered on every slice
 
 
 def scattered_by(ways: int, machine: Machine) -> str:
@@ -49,6 +56,13 @@ def scattered_by(ways: int, machine: Machine) -> str:
     if len(set(machine.shape)) > 1 and len(machine.shape) == 2:
         return "reduce-scatter"
     return "all-reduce" if machine.shape == (2, 2, 2) or ways >= SMALLEST else "reduce-scatter"
+
+
+def pads_shards(ways: int, machine: Machine) -> bool:
+    """Whether small arrays over so many devices are all-reduced in zeros, not all-gathered."""
+    if not machine.is_tpu or ways < max(machine.devices_per_slice, SMALLEST_PADDED):
+        return False
+    return len(machine.shape) == 2 and not all(machine.wraps[:2])
 
 
 def all_reduces(choice: Choice, machine: Machine) -> bool:
@@ -116,6 +130,7 @@ class _Program(NamedTuple):
     scattered: Mapping[str, str]  # axis → the operation that scatters sums over it
     summed: Mapping[Payload, bool]  # gradients that are all-reduced over any devices
     across: Mapping[str, int]
+    padded: frozenset[str]  # axes over which small all-gathers are all-reduces
 
 
 def _program(step: StepModel) -> _Program:
@@ -125,7 +140,12 @@ def _program(step: StepModel) -> _Program:
     summed: dict[Payload, bool] = {"embedding gradient": twice}
     scattered = {axis: scattered_by(choice.size(axis), machine) for axis in ("fsdp", "sp", "ep")}
     across = _across(choice, machine)
-    return _Program(choice, workload.dtype, scattered, summed, across)
+    padded = frozenset(
+        axis
+        for axis, slices in across.items()
+        if slices == 1 and pads_shards(choice.size(axis), machine)
+    )
+    return _Program(choice, workload.dtype, scattered, summed, across, padded)
 
 
 Rule = Callable[[Collective, _Program], Iterator[Collective]]
@@ -158,6 +178,24 @@ def _axis_by_axis(send: Collective, program: _Program) -> Iterator[Collective]:
         yield send.changed(axes=(axis,), bytes=send.bytes // before if before > 1 else send.bytes)
 
 
+def _all_reduce_shards(send: Collective, program: _Program) -> Iterator[Collective]:
+    """An all-reduce in place of all-gathers of small arrays: each shard is put into zeros."""
+    if send.operation != "all-gather" or not program.padded.issuperset(send.axes):
+        yield send
+        return
+    pieces = send.piece_bytes or (send.bytes // send.pieces,) * send.pieces
+    small = tuple(size for size in pieces if size <= LARGEST_PADDED)
+    large = tuple(size for size in pieces if size > LARGEST_PADDED)
+    if not small:
+        yield send
+        return
+    if large:
+        yield send.changed(bytes=sum(large), pieces=len(large), piece_bytes=large)
+    origin = str(send.changed(phase=None))
+    send = send.changed(bytes=sum(small), pieces=len(small), piece_bytes=small)
+    yield send.changed(operation="all-reduce", rewrite_of=origin)
+
+
 def _all_reduce_gradients(send: Collective, program: _Program) -> Iterator[Collective]:
     """An all-reduce in place of some reduce-scatters of gradients."""
     axes = send.axes
@@ -178,7 +216,7 @@ def _once_over_dp(send: Collective, program: _Program) -> Iterator[Collective]:
     yield send.changed(times=1) if is_sum else send
 
 
-_AXIS_BY_AXIS = (_axis_by_axis,)
+_WEIGHTS = (_axis_by_axis, _all_reduce_shards)
 _GRADIENTS = (_axis_by_axis, _all_reduce_gradients)
 _GPU_RULES: Mapping[Payload, tuple[Rule, ...]] = {
     "table": (_micro_batches,),
@@ -188,8 +226,8 @@ _GPU_RULES: Mapping[Payload, tuple[Rule, ...]] = {
     "key gradients": (_first_ring_step,),
 }
 _TPU_RULES: Mapping[Payload, tuple[Rule, ...]] = {
-    "layer weights": _AXIS_BY_AXIS,
-    "table": (_micro_batches, _axis_by_axis),
+    "layer weights": _WEIGHTS,
+    "table": (_micro_batches, *_WEIGHTS),
     "layer gradients": _GRADIENTS,
     "embedding gradient": _GRADIENTS,
     "LM head gradient": _GRADIENTS,

@@ -15,6 +15,7 @@ from meshwright.planner.attention import (
     splits_of,
     strategy_of,
 )
+from meshwright.planner.efficiency import told_to_overlap
 from meshwright.planner.sizes import ModelSizes, StackSizes
 from meshwright.planner.terms import MakeNumber, Number, plain
 from meshwright.planner.workload import Choice, Workload
@@ -76,6 +77,16 @@ class Device:
         """How many chunks of tokens the loss takes, and the tokens of one."""
         size = min(self.workload.config.loss.chunk, self.tokens)
         return math.ceil(self.tokens / size), size
+
+    @property
+    def stores_queries_by_length(self) -> bool:
+        """Whether a TPU's compiler saves queries with their length last, not a short head_dim.
+
+        Read from a buffer assignment for v5e, where rotary embeddings write them; eleven recorded
+        programs agree. Those with micro-batches, over several slices or told to overlap do not.
+        """
+        told = self.workload.overlap and told_to_overlap(self.machine.chip)
+        return self.choice.accumulation == self.machine.slices == 1 and not told
 
     @property
     def table(self) -> Number:
@@ -209,10 +220,12 @@ class DeviceStack:
             return tuple(_AS_IS for block in self.sizes.blocks if block.attention)
         slow = plain_attention(device.workload, device.choice)
         plain = [attention for stack, attention, _ in slow if stack is self.sizes]
+        rotary = _QUERIES_LAST if device.stores_queries_by_length else _FUSED
         return tuple(
-            _LENGTH_LAST if block.attention in plain else _FUSED
-            for block in self.sizes.blocks
-            if block.attention
+            # keys of another sequence have no positions to rotate queries by
+            _LENGTH_LAST if attention in plain else _FUSED if attention.keys_from else rotary
+            for attention in (block.attention for block in self.sizes.blocks)
+            if attention
         )
 
     def working(self, arrays: int) -> Number:
@@ -369,11 +382,13 @@ class _Stored(NamedTuple):
 
     head_dim: int
     length: int
+    queries_last: bool = False  # the length is the last dim of queries, whatever it is of others
 
 
 _AS_IS = _Stored(1, 1)
 _FUSED = _Stored(LANES, SUBLANES)  # by a TPU's kernels: head_dim is the last dim
 _LENGTH_LAST = _Stored(1, LANES)  # a TPU's compiler avoids a last dim that is shorter
+_QUERIES_LAST = _FUSED._replace(queries_last=True)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -404,10 +419,11 @@ def _saved_numbers(
             if dims == ("embed",):
                 width = sizes.embed / (tp if sequence_parallel else 1)
             elif dims[-1] == "head_dim":
-                head_dim = round_up(sizes.dims["head_dim"], how.head_dim)
+                array = _LENGTH_LAST if how.queries_last and name == "q" else how
+                head_dim = round_up(sizes.dims["head_dim"], array.head_dim)
                 width = sizes.dims[dims[0]] * head_dim / tp
                 field = keys_from if keys_from and dims[0] == "kv_heads" else own
-                multiple = how.length
+                multiple = array.length
             else:
                 known = {**sizes.stacks[stack].dims, "chosen": token_copies}
                 width = math.prod(known[dim] for dim in dims) / tp

@@ -103,19 +103,19 @@ class _Step:
             replicas = self.over("dp", "tp") if self.choice.sequence_parallel else replicas
         times, of = self.executions(stack), f"of {_a_layer(stack)}"
         in_fp8 = self.workload.fp8_layers(stack.layers) * self.micro_batches
-        number, numbers = self.number, sum(matrix.weights for matrix in matrices)
+        number = self.number
         item = self.device.stored_layers if self.device.quantizes else self.item
-        size = item * number(numbers) // parts
         weights: Payload = "layer weights"
         gradient: Payload = "layer gradients"
         about = len(matrices), stack.layers, stack.name
-        for phase in PASSES:
-            what = f"{name} weights {of}"
-            rest = times - in_fp8
-            yield Collective("all-gather", shards, size, rest, phase, what, weights, *about)
-            if in_fp8:
-                what, byte = f"{what} in fp8", number(numbers) // parts
-                yield Collective("all-gather", shards, byte, in_fp8, phase, what, weights, *about)
+        numbers = sum(matrix.weights for matrix in matrices)
+        sends = [(item, times - in_fp8, f"{name} weights {of}")]
+        if in_fp8:
+            sends.append((number(1), in_fp8, f"{name} weights {of} in fp8"))
+        for phase, (each, many, what) in itertools.product(PASSES, sends):
+            size = each * number(numbers) // parts
+            sizes = tuple(each * number(matrix.weights) // parts for matrix in matrices)
+            yield Collective("all-gather", shards, size, many, phase, what, weights, *about, sizes)
         what = f"gradient of the {name} weights {of}"
         later: Phase = "backward"
         size = self.item * number(sum(matrix.weights for matrix in with_gradients)) // parts
