@@ -44,8 +44,9 @@ def test_a_slower_kernel_takes_longer_and_its_scores_take_memory() -> None:
     ratio = attention_seconds(slow) / attention_seconds(run)
     assert ratio == pytest.approx(PLAIN_ATTENTION["tpu"])
     scores = 3 * 4 * 512 * MODEL.heads * 4096
-    # fused kernels have head_dim as the last dim, which TPUs pad to 128 lanes; plain JAX has not
-    heads = 2 * MODEL.heads + 2 * MODEL.kv_heads
+    # fused kernels have head_dim as the last dim of outputs, keys and values, which TPUs pad to 128
+    # lanes; queries as rotary embeddings write them, and all of plain JAX, have it not
+    heads = MODEL.heads + 2 * MODEL.kv_heads
     padding = 2 * MODEL.layers * 4096 * heads * (128 - MODEL.head_dim)
     more = (
         peak_bytes(StepModel(slow, FSDP))["attention"]
