@@ -75,10 +75,11 @@ def _smaller_note(best: Offer) -> list[str]:
     smaller = best.smaller
     if smaller is None or best.cost is None or smaller.cost is None:
         return []
-    more = smaller.cost / best.cost - 1
+    more = f"{smaller.cost / best.cost - 1:.1%}"
+    costs = "about as much" if more == "0.0%" else f"{more} more"
     return [
         f"{smaller.machine}, with {count(smaller.machine.num_chips, 'chip')} instead of "
-        f"{best.machine.num_chips:,}, costs {more:.1%} more (${amount(smaller.cost)}) and takes "
+        f"{best.machine.num_chips:,}, costs {costs} (${amount(smaller.cost)}) and takes "
         f"{duration_text(smaller.seconds)}"
     ]
 
