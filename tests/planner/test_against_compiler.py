@@ -8,14 +8,17 @@ import json
 from typing import Any
 
 import pytest
+from tests.planner.workloads import workload
 
 import gpu_memory
 import plan_against_compiler as recorded
 from meshwright.machines import Machine
+from meshwright.models import preset
 from meshwright.planner.compilers import staged
 from meshwright.planner.memory import memory
 from meshwright.planner.search import UNCERTAINTY
 from meshwright.planner.step import StepModel
+from meshwright.planner.workload import Choice
 
 RECORD = list(recorded.of_platform(recorded.read_record(), "tpu").values())
 COMPILED = [entry for entry in RECORD if "total" in entry]
@@ -307,3 +310,21 @@ def test_the_chosen_mesh_is_within_the_uncertainty_of_the_best_of_each_scenario(
     assert len(worst) >= 10
     assert max(worst) <= 1 + UNCERTAINTY
     assert sum(worst) / len(worst) <= 1.04
+
+
+@pytest.mark.parametrize(
+    ("on", "mesh"),
+    [
+        ("2*v5e:8x8", {"fsdp": 2, "sp": 64}),
+        ("v5e:8x8", {"fsdp": 64}),
+        ("v5e:8x8", {"fsdp": 8, "sp": 8}),
+        ("v6e:8x16", {"fsdp": 128}),
+    ],
+)
+def test_the_pieces_of_a_collective_are_all_of_it(on: str, mesh: dict[str, int]) -> None:
+    step = StepModel(workload(preset("llama-3.1-8b"), on, 128, 8192), Choice.of(**mesh))
+    sends = [send for send in step.collectives if send.piece_bytes]
+    assert sends
+    for send in sends:
+        assert sum(send.piece_bytes) == send.bytes
+        assert len(send.piece_bytes) == send.pieces

@@ -192,6 +192,14 @@ def printed(found: Comparison) -> str:
     return " ".join(console.export_text().split())
 
 
+def test_the_fastest_mesh_where_not_all_devices_can_be_fsdp() -> None:
+    """192 devices: no dim of the model is split by three."""
+    config = TrainConfig("llama-3.2-1b", batch=192, seq=8192)
+    machine = Machine.parse("3*v5e:8x8")
+    offer = asked(config, str(machine), Run(1e12)).best
+    assert offer.estimate.step_seconds == best_step(config, machine)
+
+
 @pytest.mark.parametrize(("chip", "costs"), [("v5e", "0.7% more"), ("v5p", "about as much")])
 def test_a_smaller_size_that_costs_hardly_more_is_named(chip: str, costs: str) -> None:
     config = TrainConfig("llama-3.1-8b", batch=1024, seq=8192)

@@ -175,7 +175,11 @@ def _axis_by_axis(send: Collective, program: _Program) -> Iterator[Collective]:
     axes = sorted(send.axes, key=("fsdp", "sp", "ep").index)  # as the rules of weights have them
     for i, axis in reversed(list(enumerate(axes))):
         before = program.choice.size(*axes[:i])
-        yield send.changed(axes=(axis,), bytes=send.bytes // before if before > 1 else send.bytes)
+        if before == 1:
+            yield send.changed(axes=(axis,))
+        else:
+            pieces = tuple(size // before for size in send.piece_bytes)
+            yield send.changed(axes=(axis,), bytes=send.bytes // before, piece_bytes=pieces)
 
 
 def _all_reduce_shards(send: Collective, program: _Program) -> Iterator[Collective]:

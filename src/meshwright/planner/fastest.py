@@ -280,7 +280,7 @@ def _splits(
         meshes.setdefault(_but_data(mesh), []).append(mesh)
     for split, alike in meshes.items():
         if known.get(split, 0.0) < below and any(
-            why_not(workload, mesh, limits) is None for mesh in (_all_fsdp(alike[0]), alike[0])
+            why_not(workload, mesh, limits) is None for mesh in (_all_fsdp(alike[0]), *alike)
         ):
             yield _Split(workload, limits, alike)
 

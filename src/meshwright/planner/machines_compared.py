@@ -238,9 +238,14 @@ class _Ask:
     def price(self, chip: Chip) -> Price | None:
         return self.catalogue.prices.get(chip.name)
 
+    @property
+    def by_time(self) -> bool:
+        """With a budget alone, the fastest is the best."""
+        return self.run.budget < self.run.within == math.inf
+
     def order(self, offer: Offer) -> float:
-        """What is to be least: time with a budget alone, else dollars, or chip-hours unpriced."""
-        if self.run.budget < math.inf and self.run.within == math.inf:
+        """What is to be least: seconds, dollars, or chip-hours where there is no price."""
+        if self.by_time:
             return offer.seconds
         return offer.chip_hours if offer.cost is None else offer.cost
 
@@ -278,7 +283,7 @@ class _Ask:
                 longest = math.nextafter(longest, math.inf)
                 if best is not None:
                     better = self.order(best)
-                    if better != best.seconds:  # dollars or chip-hours
+                    if not self.by_time:
                         better *= 3600 / an_hour
                     longest = min(longest, better)
                 offer = self.offer(machine, longest, bounds)
@@ -294,10 +299,8 @@ class _Ask:
         if best is None:
             return NoOffer(chip.name, f"no size up to {MOST_CHIPS:,} chips does it")
         most = HARDLY_MORE * self.order(best)
-        smaller = (one for one in passed if self.order(best) != best.seconds)
-        return dataclasses.replace(
-            best, smaller=next((one for one in smaller if self.order(one) <= most), None)
-        )
+        near = [one for one in passed if self.order(one) <= most and not self.by_time]
+        return dataclasses.replace(best, smaller=near[0] if near else None)
 
     def least_seconds(self, machine: Machine) -> float:
         """Of the whole run, if every chip did nothing but large matmuls."""

@@ -49,6 +49,11 @@ class Memory:
         """It needs some of the reserve: the count's own error could tip it."""
         return self.total > self.limit - self.reserve
 
+    @property
+    def exhausted(self) -> bool:
+        """It leaves nothing: it only fits because a compiler schedules it for memory."""
+        return self.total > self.limit - 2**20
+
 
 @dataclasses.dataclass(frozen=True)
 class Serving:

@@ -12,6 +12,7 @@ Ranked by `fastest`, each mesh has its fastest way and the order is that of thei
 """
 
 import dataclasses
+import enum
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,14 @@ Item = TypeVar("Item")
 UNCERTAINTY = 0.10
 
 
+class Free(enum.Enum):
+    """What is to be left of a device's memory; see Memory."""
+
+    RESERVE = "the reserve"
+    SOME = "some"
+    NOTHING = "nothing"
+
+
 @dataclasses.dataclass
 class Candidate:
     """A way to run a workload on a mesh."""
@@ -58,9 +67,11 @@ class Candidate:
     def seconds(self) -> float:
         return self.timing.step
 
-    def fits(self, reserve: bool) -> bool:
-        """Whether it fits, and leaves the reserve free where that is wanted."""
-        return self.memory.fits and not (reserve and self.memory.tight)
+    def fits(self, free: "Free") -> bool:
+        """Whether it fits, and leaves so much free."""
+        if free == Free.RESERVE:
+            return self.memory.fits and not self.memory.tight
+        return self.memory.fits and not (free == Free.SOME and self.memory.exhausted)
 
     def estimate(self, bound: str, reason: str, serving: Serving | None = None) -> Estimate:
         """What it would cost, with what bounds it and why."""
@@ -220,18 +231,23 @@ def feasible(
     """The ways to run on a mesh that fit, and the smallest of those that do not.
 
     With the fewest micro-batches, or with the most where the `smallest` memory is wanted. Ways
-    that leave the reserve free are taken before those that need some of it, and offload where
-    nothing else fits.
+    that leave the reserve free are taken before those that need some of it, offload where nothing
+    else fits, and last those that leave nothing.
     """
     fits: list[Candidate] = []
     least: Candidate | None = None
-    for reserve in (True, False):
-        fits, least = _feasible(workload, mesh, limits, smallest, reserve)
+    for free in (Free.RESERVE, Free.SOME):
+        fits, least = _feasible(workload, mesh, limits, smallest, free)
         if fits or least is None or not least.memory.fits:
             break
-    if not fits and least is not None and "remat" not in limits.fixed and offers_offload(workload):
+    if fits or least is None:
+        return fits, least
+    leaves_nothing = least.memory.fits
+    if "remat" not in limits.fixed and offers_offload(workload):
         offload = dataclasses.replace(limits, fixed={**limits.fixed, "remat": OFFLOAD})
-        return feasible(workload, mesh, offload, smallest)
+        fits, least = feasible(workload, mesh, offload, smallest)
+    if not fits and leaves_nothing:
+        return _feasible(workload, mesh, limits, smallest, Free.NOTHING)
     return fits, least
 
 
@@ -240,7 +256,7 @@ def _feasible(
     mesh: Choice,
     limits: Constraints,
     smallest: bool,
-    reserve: bool,
+    free: Free,
 ) -> tuple[list[Candidate], Candidate | None]:
     policies = tuple(name for name in workload.remat if name != OFFLOAD)
     kinds = (limits.fixed["remat"],) if "remat" in limits.fixed else policies
@@ -257,15 +273,15 @@ def _feasible(
         if base.mlp_chunk and any(not one.choice.mlp_chunk for one in fits):
             break
         # where keeping least does not fit, nothing does
-        last = _fewest(workload, base, kinds[-1], numbers, reserve)
+        last = _fewest(workload, base, kinds[-1], numbers, free)
         fewest, most = last.choice.accumulation, math.inf
-        for kind in kinds if last.fits(reserve) else kinds[-1:]:
+        for kind in kinds if last.fits(free) else kinds[-1:]:
             one = last
             if kind != kinds[-1]:
                 # what keeps less needs no more micro-batches
                 between = tuple(number for number in numbers if fewest <= number <= most)
-                one = _fewest(workload, base, kind, between, reserve, most < math.inf)
-            if one.fits(reserve):
+                one = _fewest(workload, base, kind, between, free, most < math.inf)
+            if one.fits(free):
                 fits.append(one)
                 most = one.choice.accumulation
                 if most == fewest and not smallest:
@@ -309,7 +325,7 @@ def _fewest(
     base: Choice,
     remat: str,
     numbers: tuple[int, ...],
-    reserve: bool,
+    free: Free,
     most_fits: bool = False,
 ) -> Candidate:
     """With the fewest micro-batches of `numbers` that fit, or the most if none does."""
@@ -320,17 +336,17 @@ def _fewest(
         return Candidate(step, memory(step))
 
     first, best = at(0), None
-    if first.fits(reserve) or len(numbers) == 1:
+    if first.fits(free) or len(numbers) == 1:
         return first
     if not most_fits:
         best = at(len(numbers) - 1)
-        if not best.fits(reserve):
+        if not best.fits(free):
             return best
     low, high = 0, len(numbers) - 1  # low does not fit, high does
     while high - low > 1:
         middle = (low + high) // 2
         one = at(middle)
-        low, high, best = (low, middle, one) if one.fits(reserve) else (middle, high, best)
+        low, high, best = (low, middle, one) if one.fits(free) else (middle, high, best)
     return best or at(high)
 
 

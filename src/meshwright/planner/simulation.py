@@ -101,10 +101,11 @@ def counted(
     return _simulate(_CountedSteps(engine), requests, limits)
 
 
-_Step = tuple[float, int, Any]  # seconds, tokens that it samples, what `read` takes
-# of a step that was read: when the requests came whose first tokens it has; of further tokens, when
-# those before came and how many there are; sequences that end
+_Step = tuple[float, int, Any]
+"""A step: its seconds, the tokens that it samples, and what `read` takes."""
 _Tokens = tuple[list[float], list[tuple[float, int]], int]
+"""The tokens of a step: of first tokens, when they were asked for; of further ones, when the token
+before came, and how many; and the sequences that end."""
 
 
 def _simulate(
@@ -114,6 +115,8 @@ def _simulate(
         (math.inf, math.inf) if limits is None else (limits.first_token, limits.per_token)
     )
     late_first, late_between = _allowed(requests, limits)
+    each_request, each_step = efficiency.SERVED_REQUEST, efficiency.PLANNED_STEP
+    each_token = efficiency.SERVED_TOKEN
     steps: deque[tuple[float, int, Any]] = deque()  # when each ends
     first: list[float] = []
     gaps: list[float] = []
@@ -124,20 +127,20 @@ def _simulate(
         while come < len(requests) and requests[come][0] <= now:
             chosen.add(requests[come])
             come += 1
-            now += efficiency.SERVED_REQUEST
+            now += each_request
         dispatched = chosen.next_step() if len(steps) <= IN_FLIGHT else None
         if dispatched is not None:
             took, sampled, step = dispatched
             busy += took
-            now += efficiency.PLANNED_STEP
-            free = max(free, now) + took
+            now += each_step
+            free = (free if free > now else now) + took
             steps.append((free, sampled, step))
             continue
         if not steps:  # nothing to do before the next request
             now = max(now, requests[come][0])
             continue
         end, sampled, step = steps.popleft()
-        now = max(now, end) + sampled * efficiency.SERVED_TOKEN
+        now = (now if now > end else end) + sampled * each_token
         asked, before, ended = chosen.read(step, now)
         for when in asked:
             first.append(now - when + efficiency.FIRST_TOKEN)
@@ -250,7 +253,8 @@ class _CountedSteps:
         self.waiting.append(request)
 
     def next_step(self) -> _Step | None:
-        self._admit()
+        if self.waiting:
+            self._admit()
         decoding = self.decoding
         if (leave := self.leaving.pop(self.number + 1, None)) is not None:
             decoding.add(leave, -1)
@@ -289,7 +293,9 @@ class _CountedSteps:
         # each that decodes had a token in the step before
         before = [(self.last, further)] if further else []
         self.last = now
-        ended = self.ends.pop(number, _Group())
+        ended = self.ends.pop(number, None)
+        if ended is None:
+            return asked, before, 0
         self.slots, self.pages = self.slots + ended.count, self.pages + ended.pages
         return asked, before, ended.count
 

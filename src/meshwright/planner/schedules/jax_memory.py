@@ -119,13 +119,13 @@ def peaks(step: StepModel) -> Iterator[tuple[str, Kinds]]:
             moment["all-gathered weights"] = (
                 moment.get("all-gathered weights", 0) + AHEAD * used * table
             )
-    if device.is_tpu:
+    if step.machine.chip.name == "v5e":  # no other was compiled at its limit
         _schedule_for_memory(step, found)
     yield from found.items()
 
 
 def _schedule_for_memory(step: StepModel, found: dict[str, Kinds]) -> None:
-    """Let the backward pass compute with less where it would not fit, as a TPU's compiler does.
+    """Reduce working activations of a backward pass that would not fit, as a TPU's compiler does.
 
     It computes arrays of the mlp later or again, and is done with them before attention, as far as
     that is needed: llama-3.1-8b 64x4096 on v5e:4x4 would need 16.8 GiB, and has 15.73 of 15.75.
