@@ -17,7 +17,7 @@ from meshwright.serving.abstract_weights import check_fits
 from meshwright.serving.program_inputs import Shape
 from meshwright.serving.programs import Steps
 from meshwright.serving.replicas import replica_meshes
-from meshwright.serving.settings import EngineConfig, served_config
+from meshwright.serving.settings import EngineConfig, decode_batch, served_config
 
 Part = Literal["decode", "prefill"]
 
@@ -54,9 +54,10 @@ class ServedStep:
         config = EngineConfig(
             max_batch=max_batch, max_length=self.seq, weights=self.weights, cache=self.cache
         )
-        dtype = default_dtype(self.dtype, mesh.devices.flat[0].platform)
+        platform = mesh.devices.flat[0].platform
+        dtype = default_dtype(self.dtype, platform)
         steps = Steps(served_config(model, replica.shape), replica, dtype, config, self.seq)
-        shape = Shape(max_batch)
+        shape = Shape(decode_batch(max_batch, platform))
         if part == "prefill":
             shape = Shape(max_batch, 1, min(config.chunk, self.seq), first=False)
         return steps.lower(shape, max_batch * steps.width + 1), steps.kernel

@@ -59,7 +59,7 @@ from meshwright.serving.program_inputs import (
 from meshwright.serving.prompts import fill_with_prompts, prompt_shapes
 from meshwright.serving.sampling import KnownTokens
 from meshwright.serving.scheduler import scoring_shape
-from meshwright.serving.settings import EngineConfig
+from meshwright.serving.settings import EngineConfig, decode_batch
 from meshwright.serving.source import Adapter, Model, load_weights
 
 # XLA times the kernels of each matmul, but does not compare their results: with fp8 weights the
@@ -357,9 +357,8 @@ class Programs(Steps):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The batch sizes of decode programs. On a GPU none is 1: XLA has a slow matmul for it."""
-        fewest = 2 if self._platform in ("gpu", "cuda") else 1
-        return tuple(sorted({max(size, fewest) for size in self.config.batches}))
+        """The batch sizes of decode programs."""
+        return tuple(sorted({decode_batch(size, self._platform) for size in self.config.batches}))
 
     def fastest_batches(self) -> tuple[int, ...]:
         """The sizes of decode batches without those that take as long as a larger one.

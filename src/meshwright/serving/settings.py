@@ -110,7 +110,7 @@ class EngineConfig:
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The batch sizes of decode programs, ascending; the last is max_batch."""
+        """The batch sizes that are decoded, ascending; the last is max_batch. See decode_batch."""
         sizes = self.batch_buckets or (2, 16, 32, 64, 128, 256, 512, 1024)
         return (*sorted(size for size in set(sizes) if 0 < size < self.max_batch), self.max_batch)
 
@@ -130,6 +130,11 @@ class EngineConfig:
     @property
     def longest_chunk(self) -> int:
         return max(length for _, length in self.chunks)
+
+
+def decode_batch(batch: int, platform: str) -> int:
+    """The batch of the program that decodes so many: on a GPU XLA has a slow matmul for one."""
+    return max(batch, 2) if platform in ("gpu", "cuda") else batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -185,7 +185,7 @@ def _block(sizes: _Sizes, mask: Mask, refs: _Refs) -> None:
     group, block = lax.axis_index("group"), lax.axis_index("block")
     # the first keys, which most queries attend to, start first
     batch, queries = refs.q.shape[:2]
-    queried = 2 * 2 * queries * sizes.group * sizes.head_dim  # bytes of queries and their gradients
+    queried = 2 * 2 * queries * sizes.group * sizes.head_dim  # bytes of queries and dout
     tile, pair = tile_and_pair(block, sizes.blocks, batch * sizes.kv_heads, queried)
     place = _Place(lax.div(pair, sizes.kv_heads), lax.rem(pair, sizes.kv_heads), tile)
     span_index = place.sequence if refs.spans.shape[0] > 1 else jnp.int32(0)
