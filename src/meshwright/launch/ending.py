@@ -30,6 +30,7 @@ MISTAKE_CODE = 2  # a person must fix something: a restart would fail the same w
 _MISTAKE = re.compile(r"process \d+ stopped: ")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 POLL_S = 1.0  # how often each process checks whether another has exited
+_ends = threading.RLock()  # held by the thread that ends the process; others wait until it exits
 
 
 class AgreedError(MeshwrightError):
@@ -162,6 +163,8 @@ def end_process(text: str, code: int = EXIT_CODE, wait_s: float = 0.0) -> None:
 
     Without a text, another process prints it.
     """
+    # while the watchdog waits, a connection to a process that exited breaks in the main thread
+    _ends.acquire()
     if ending_by_signal():  # which prints the reason itself; the watchdog reads it again
         time.sleep(LONGEST_END_S)
     for stream in (sys.stdout, sys.stderr):
