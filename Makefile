@@ -104,7 +104,7 @@ test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/pytest tests/evaluate/test_tasks.py tests/serving/server/test_lm_eval.py \
 	  tests/serving/server/test_litellm.py tests/training/run/test_trackers.py \
 	  tests/ops/attention/test_tpu_compiler.py tests/training/test_micro_batches_on_tpus.py \
-	  tests/training/test_overlap.py
+	  tests/training/test_overlap.py tests/planner/test_tpu_compiler.py
 
 # a fourth one, for the documentation: it reads the sources and asks the command line, without torch
 DOCS := .venv-docs

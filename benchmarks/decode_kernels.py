@@ -9,12 +9,12 @@ they are about a microsecond less each than what a profile has.
 """
 
 import argparse
-import glob
 import re
 import tempfile
 from collections import Counter
 
 from serve import FEW, SIZES, engine_of, requests, seconds
+from train_step import kernel_times
 
 STEPS = 64
 CONTEXT = 512
@@ -38,17 +38,10 @@ def kernels(name: str, batch: int, weights: str | None) -> tuple[Counter[str], C
             with tempfile.TemporaryDirectory() as folder:
                 with jax.profiler.trace(folder):
                     seconds(engine, wanted)
-                (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-                for plane in jax.profiler.ProfileData.from_file(file).planes:
-                    if "GPU" not in plane.name:
-                        continue
-                    for line in plane.lines:
-                        if not line.name.startswith("Stream"):
-                            continue
-                        for event in line.events:
-                            kernel = re.sub(r"[_.]?\d+$", "", event.name)
-                            total[kernel] += sign * event.duration_ns / 1e3 / STEPS
-                            calls[kernel] += sign / STEPS
+                micros, times = kernel_times(folder)
+            for sums, by_event in ((total, micros), (calls, times)):
+                for event, value in by_event.items():
+                    sums[re.sub(r"[_.]?\d+$", "", event)] += sign * value / STEPS
     return total, calls
 
 

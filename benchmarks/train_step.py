@@ -19,6 +19,7 @@ of random numbers. Each side runs in its own process.
 
 import argparse
 import datetime
+import glob
 import json
 import os
 import shlex
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,16 +212,10 @@ def torch_command(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     return command(shape, options, ["--backend", "torch"])
 
 
-def profile(folder: str, step: Callable[[], Any]) -> None:
-    """Kernel times of three steps, summed by name."""
-    import glob
-    from collections import Counter
-
+def kernel_times(folder: str) -> tuple[Counter[str], Counter[str]]:
+    """Microseconds and calls of each GPU kernel in the profile of a folder, by its name."""
     import jax
 
-    with jax.profiler.trace(folder):
-        for _ in range(3):
-            float(step())
     (file,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
     total: Counter[str] = Counter()
     calls: Counter[str] = Counter()
@@ -230,11 +226,22 @@ def profile(folder: str, step: Callable[[], Any]) -> None:
             if not line.name.startswith("Stream"):
                 continue
             for event in line.events:
-                total[event.name] += event.duration_ns / 3e6
+                total[event.name] += event.duration_ns / 1e3
                 calls[event.name] += 1
-    print(f"kernels, ms a step: {sum(total.values()):.2f}", file=sys.stderr)
-    for name, milliseconds in total.most_common(60):
-        print(f"{milliseconds:9.3f} {calls[name] / 3:7.1f} {name[:150]}", file=sys.stderr)
+    return total, calls
+
+
+def profile(folder: str, step: Callable[[], Any]) -> None:
+    """Kernel times of three steps, summed by name."""
+    import jax
+
+    with jax.profiler.trace(folder):
+        for _ in range(3):
+            float(step())
+    total, calls = kernel_times(folder)
+    print(f"kernels, ms a step: {sum(total.values()) / 3e3:.2f}", file=sys.stderr)
+    for name, micros in total.most_common(60):
+        print(f"{micros / 3e3:9.3f} {calls[name] / 3:7.1f} {name[:150]}", file=sys.stderr)
 
 
 def torchao_peer(shape: str, options: argparse.Namespace) -> dict[str, Any]:

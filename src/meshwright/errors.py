@@ -52,13 +52,13 @@ def sentence(text: str) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
-def _likeness(one: str, other: str) -> float:
-    one, other = one.lstrip("-"), other.lstrip("-")  # which all flags have in common
-    if len(one) > 2 and other.startswith(one):
+def _likeness(name: str, known: str) -> float:
+    name, known = name.lstrip("-"), known.lstrip("-")  # which all flags have in common
+    if len(name) > 2 and known.startswith(name):
         return 0.99  # 'a100' for 'a100-80'
-    if sorted(one) == sorted(other):
+    if sorted(name) == sorted(known):
         return 0.98  # 'pt' for 'tp'
-    return difflib.SequenceMatcher(None, one, other).ratio()
+    return difflib.SequenceMatcher(None, name, known).ratio()
 
 
 def one_of(options: Iterable[str]) -> str:

@@ -83,10 +83,11 @@ class Device:
         """Whether a TPU's compiler saves queries with their length last, not a short head_dim.
 
         Read from a buffer assignment for v5e, where rotary embeddings write them; eleven recorded
-        programs agree. Those with micro-batches, over several slices or told to overlap do not.
+        programs agree. One with micro-batches and one told to overlap do not, nor one of three over
+        several slices: of such steps the larger size is counted.
         """
-        told = self.workload.overlap and told_to_overlap(self.machine.chip)
-        return self.choice.accumulation == self.machine.slices == 1 and not told
+        overlaps = self.workload.overlap and told_to_overlap(self.machine.chip)
+        return self.choice.accumulation == self.machine.slices == 1 and not overlaps
 
     @property
     def table(self) -> Number:
