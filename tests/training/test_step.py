@@ -273,3 +273,22 @@ def test_on_tpus_layers_wait_for_the_heads_gradient_if_it_is_tied_or_sequences_a
     run = parts(Setting(mesh, config=model))
     run.functions.train.lower(run.target, run.put(packed_batch(0)))
     assert bool(calls) == waits
+
+
+EXPERTS = dataclasses.replace(CONFIG, experts=4, experts_per_token=2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "setting", "held"),
+    [(ONE, {}, False), (ONE, {"matmul": "fp8"}, True), ("dp=1,fsdp=2,tp=1,sp=1", {}, True)],
+)
+def test_the_backward_pass_copies_no_weights_that_are_used_as_they_are(
+    mesh: str, setting: dict[str, Any], held: bool
+) -> None:
+    """Those that are all-gathered or converted are held apart: XLA would keep the results."""
+    run = parts(Setting(mesh, config=EXPERTS, scan=False, remat="full", **setting))
+    text = run.functions.train.lower(run.target, run.put(packed_batch(0))).as_text()
+    barriers = "\n".join(re.findall(r"optimization_barrier .* : (.*)$", text, re.M))
+    stored = EXPERTS.mlp if mesh == ONE else EXPERTS.mlp // 2
+    assert barriers  # of the layers' inputs
+    assert (re.search(rf"tensor<4x64x({EXPERTS.mlp}|{stored})xf", barriers) is not None) is held

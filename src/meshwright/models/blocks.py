@@ -71,8 +71,10 @@ def through_layers(
     """
     checkpointed = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat, REMAT))
     if not compute.scan:
-        layers, update, kept = [checkpointed(layer) for layer in pattern], None, []
         weights = weights if isinstance(weights, list) else _unstack(weights)
+        held = (True, True, _held_in_backward(weights[0], compute), True)  # layer's arguments
+        layers = [checkpointed(layer, prevent_cse=held) for layer in pattern]
+        update, kept = None, []
         states = [None] * len(weights) if states is None else states
         skips = compute.fp8_skips
         for i, (layer_weights, state) in enumerate(zip(weights, states, strict=True)):
@@ -101,6 +103,18 @@ def through_layers(
         x, keeps = lax.scan(runs[0], x, part)
         kept.append(keeps)
     return x, None, kept
+
+
+def _held_in_backward(weights: Params, compute: Compute) -> bool:
+    """Whether an unrolled backward pass must compute again what it needs of the weights alone.
+
+    It must where weights are all-gathered or converted: XLA would keep the results of all layers.
+    Elsewhere the barrier for it only copies each layer's weights out of the stack, where XLA lets
+    kernels read them (jax 0.11.2).
+    """
+    arrays = jax.tree.leaves(weights, is_leaf=lambda w: not isinstance(w, dict))
+    is_converted = not all(isinstance(w, jax.Array) for w in arrays)
+    return bool(compute.layouts.weight_axes) or is_converted
 
 
 def _through_periods(
