@@ -15,6 +15,7 @@ from tests.training.toy import CONFIG, ONE, Parts, Setting, packed_batch, parts
 from meshwright.models import Compute, loss
 from meshwright.models.decoder import REMAT, decoder_rules, logits
 from meshwright.ops import tie_gradients
+from meshwright.training import step
 from meshwright.training.state import new_state
 
 slow = pytest.mark.slow
@@ -292,3 +293,25 @@ def test_the_backward_pass_copies_no_weights_that_are_used_as_they_are(
     stored = EXPERTS.mlp if mesh == ONE else EXPERTS.mlp // 2
     assert barriers  # of the layers' inputs
     assert (re.search(rf"tensor<4x64x({EXPERTS.mlp}|{stored})xf", barriers) is not None) is held
+
+
+def test_the_norm_of_gradients_written_by_layer_is_that_of_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def report(platform: str) -> tuple[Any, str]:
+        monkeypatch.setattr(step, "current_platform", lambda: platform)
+        run = parts(Setting(config=EXPERTS, scan=False), clip_norm=0.1)
+        state, batch = run.new_state(), run.put(packed_batch(0))
+        text = run.functions.train.lower(run.target, batch).as_text()
+        state, metrics = run.functions.train(state, batch)
+        return (metrics["gradient_norm"], state.params), text
+
+    (norm, params), _ = report("cpu")
+    (by_layer, same_params), text = report("gpu")
+    np.testing.assert_allclose(by_layer, norm, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(same_params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    stacked = f"tensor<{EXPERTS.layers}x4x{EXPERTS.mlp}x{EXPERTS.embed}xf32>"
+    barriers = re.findall(r"optimization_barrier .* : (.*)$", text, re.M)
+    assert barriers
+    assert not any(stacked in types for types in barriers)

@@ -149,9 +149,10 @@ def step_functions(
         sums, gradient = _over_micro_batches(total_of, params, arrays, batch, scale)
         total, (metrics, chosen) = sums
         trained = trained_part(arrays, state.params)
-        gradient = _written_once(gradient)
+        by_layer = _written_by_layer(arrays, compute)
+        gradient = _written_once(gradient, by_layer)
         gradient = jax.tree.map(lambda g, p: g.astype(p.dtype), gradient, trained)
-        norm = _global_norm(gradient)
+        norm = _global_norm(gradient, by_layer)
         ok = jnp.isfinite(total) & jnp.isfinite(norm)
         if clip_norm is not None:
             factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
@@ -244,7 +245,7 @@ def _balanced(arrays: Any, params: Any, chosen: jax.Array, speed: jax.Array) -> 
     return jax.tree.map(move, arrays, params)
 
 
-def _written_once(gradient: Any) -> Any:
+def _written_once(gradient: Any, by_layer: Any) -> Any:
     """The gradient in the dtype of matmuls, on GPUs held apart from what reads it.
 
     The norm and the optimizer read all of it. XLA would write the float32 that they cast it to,
@@ -252,7 +253,22 @@ def _written_once(gradient: Any) -> Any:
     """
     if current_platform() not in ("gpu", "cuda"):
         return gradient
-    return lax.optimization_barrier(gradient)
+    return jax.tree.map(
+        lambda g, apart: g if apart else lax.optimization_barrier(g), gradient, by_layer
+    )
+
+
+def _written_by_layer(arrays: Any, compute: Compute) -> Any:
+    """Of each trained array: whether kernels of our own write its gradient, layer by layer.
+
+    XLA casts nothing within such a kernel, and reads the layers where they are: a barrier, or a
+    norm of all layers together, would only make it write them again as one array.
+    """
+    unrolled_on_gpu = not compute.scan and current_platform() in ("gpu", "cuda")
+    return jax.tree.map(
+        lambda spec: unrolled_on_gpu and spec.kind == "expert" and spec.dims[0] == "layers",
+        trained_specs(arrays),
+    )
 
 
 def _before_it_is_added(gradient: Any, specs: Any) -> Any:
@@ -389,8 +405,12 @@ def _update(
         return jax.sharding.auto_axes(update, out_sharding=kept)(gradient, moments, params)
 
 
-def _global_norm(tree: Any) -> jax.Array:
-    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+def _global_norm(gradient: Any, by_layer: Any) -> jax.Array:
+    def parts(g: jax.Array, apart: bool) -> list[jax.Array]:
+        return list(lax.split(g, (1,) * g.shape[0], axis=0)) if apart else [g]
+
+    arrays = jax.tree.leaves(jax.tree.map(parts, gradient, by_layer))
+    squares = [jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays]
     return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
