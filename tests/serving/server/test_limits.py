@@ -82,10 +82,14 @@ def test_a_request_that_takes_too_long_is_cancelled() -> None:
 
 
 class Occupied(BigramEngine):
-    """Gives the first sequence its tokens, and none to the others."""
+    """Gives the first sequence its tokens, and none to the others, however late they come."""
+
+    first: Request | None = None
 
     async def stream(self, request: Request) -> AsyncIterator[Delta]:
-        if self.active:
+        if self.first is None:
+            self.first = request
+        if request is not self.first:
             self.active[request.id] = request
             try:
                 await asyncio.get_running_loop().create_future()
