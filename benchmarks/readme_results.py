@@ -47,6 +47,11 @@ def table(text: str) -> str:
     def speed(batch: str, side: str) -> str:
         return f"{numbers(rf'[|] {batch} [|] {side} [|].*?[|] ([0-9.]+)× [(]', steps)[0]:.2f}×"
 
+    experts = section(text, "Mixture of experts: a step on one GPU")
+    ((layers, batch, length),) = re.findall(
+        r"(\d+) layers of .*?, (\d+) × ([\d,]+) tokens", experts
+    )
+    (of_experts,) = numbers(r"\| ours \|(?:[^|]*\|){3} ([\d.]+) \|", experts)
     right, compiled = int(tpu[2] + gpu[2]), int(tpu[3] + gpu[3])
     peer = "transformers + torch.compile"
     planned = section(text, "Published training results")
@@ -77,6 +82,8 @@ def table(text: str) -> str:
          f"{speed('8x2048', 'fp8')}, {speed('4x8192', 'fp8')}"),
         ("the same with `--backend torch`, 8 × 2,048 and 4 × 8,192", peer,
          f"{speed('8x2048', 'torch')}, {speed('4x8192', 'torch')}"),
+        (f"training step, {layers} layers of qwen3-30b-a3b, {batch} × {length}, one H200",
+         f"{peer}, grouped_mm", f"{of_experts}× as fast"),
         ("decode, 8B, batch 128, one H200", "transformers, static cache", f"{decoded}× as fast"),
         ("`mw.shard` of 1,000 arrays", "`jax.device_put` by hand",
          f"{max(map(float, shard)):.2f}× the time"),
