@@ -61,7 +61,7 @@ def test_each_token_gets_the_sum_of_its_experts(
         }
     y = few_tokens_mlp(
         x, jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), given, activate, interpret=True
-    )
+    ).total()
     expected = np.zeros((tokens, EMBED), np.float32)
     for token, places in enumerate(chosen):
         for expert, weight in zip(places, weights[token], strict=True):
@@ -83,7 +83,7 @@ def test_the_experts_with_the_highest_scores_are_chosen(softmax: bool, biased: b
     logits = rng.normal(size=(7, 60)).astype(np.float32)
     logits[0] = 0  # all alike: the first are chosen
     bias = rng.normal(size=60).astype(np.float32) if biased else np.zeros(60, np.float32)
-    chosen, weights = top_experts(
+    chosen, weights, _ = top_experts(
         jnp.asarray(logits), jnp.asarray(bias) if biased else None, 6,
         softmax=softmax, normalized=True, scale=2.5, padding=jnp.arange(7) == 5, interpret=True,
     )  # fmt: skip

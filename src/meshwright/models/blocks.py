@@ -25,6 +25,7 @@ from meshwright.models.lora import Adapted
 from meshwright.ops import (
     Fp8Weight,
     NormKind,
+    PartialSums,
     Quantized,
     add_bias,
     all_gather,
@@ -44,9 +45,10 @@ from meshwright.ops import (
 
 Params = dict[str, Any]
 Weight = jax.Array | Quantized | Fp8Weight | Adapted
+Update = jax.Array | PartialSums
 # x, the update or None, the layer's weights, its part of the attention state
 # → x, the next update, what the attention state keeps of this layer
-Layer = Callable[[jax.Array, jax.Array | None, Params, Any], tuple[jax.Array, jax.Array, Any]]
+Layer = Callable[[jax.Array, Update | None, Params, Any], tuple[jax.Array, Update, Any]]
 
 # what a layer saves for its backward pass, by checkpoint_name; the rest is recomputed, and weights
 # are all-gathered again
@@ -62,7 +64,7 @@ REMAT: dict[str, frozenset[str]] = {
 
 def through_layers(
     pattern: Sequence[Layer], x: jax.Array, weights: Any, states: Any, compute: Compute
-) -> tuple[jax.Array, jax.Array | None, Any]:
+) -> tuple[jax.Array, Update | None, Any]:
     """x through all layers, the update still to be added (or None), and what the layers keep.
 
     Layer i runs `pattern[i % len(pattern)]`. `weights` have one entry per layer, or are stacked,
@@ -88,7 +90,7 @@ def through_layers(
     # the carry of a loop is written and read again: one array, not two
     def added(layer: Layer, x: jax.Array, w: Params) -> tuple[jax.Array, Any]:
         x, update, keeps = layer(x, None, w, None)
-        return x + update, keeps
+        return add_update(x, update), keeps
 
     runs = [checkpointed(functools.partial(added, layer), prevent_cse=False) for layer in pattern]
     if len(pattern) > 1:
@@ -221,12 +223,19 @@ def _split_ends(weights: Params, ends: int) -> tuple[Params, Params, Params]:
     return first, middle, last
 
 
+def add_update(x: jax.Array, update: Update) -> jax.Array:
+    """The residual stream [batch, length, embed] with an update, which may be partial sums."""
+    if isinstance(update, PartialSums):
+        return (x + update.total()[None]).astype(x.dtype)
+    return x + update
+
+
 def enter(
-    x: jax.Array, update: jax.Array | None, w: Params, norm: NormKind, name: str, compute: Compute
+    x: jax.Array, update: Update | None, w: Params, norm: NormKind, name: str, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """A block's first step: `x + update`, by name, and its norm; `w` are the block's arrays."""
     if update is not None:
-        x = checkpoint_name(x + update, name)
+        x = checkpoint_name(add_update(x, update), name)
     elif compute.remat == OFFLOAD:  # an argument: saved where it is, unless named
         x = checkpoint_name(x, name)
     return x, norm_before(x, w, norm)
@@ -248,10 +257,10 @@ def norm_after(update: jax.Array, w: Params, norm: NormKind) -> jax.Array:
 
 
 def last_norm(
-    x: jax.Array, update: jax.Array | None, params: Params, norm: NormKind, compute: Compute
+    x: jax.Array, update: Update | None, params: Params, norm: NormKind, compute: Compute
 ) -> jax.Array:
     """The norm of `x + update`, after the last layer of a stack that has these params."""
-    x = x if update is None else x + update
+    x = x if update is None else add_update(x, update)
     scale = along_residual(params["norm"], compute.layouts)
     if not norm.bias:
         return normalize(x, scale, norm)
@@ -259,7 +268,7 @@ def last_norm(
 
 
 def enter_attention(
-    x: jax.Array, update: jax.Array | None, w: Params, norm: NormKind, name: str, compute: Compute
+    x: jax.Array, update: Update | None, w: Params, norm: NormKind, name: str, compute: Compute
 ) -> tuple[jax.Array, jax.Array]:
     """x with the update, and its norm as the projections to heads take it."""
     x, normed = enter(x, update, w, norm, name, compute)
@@ -364,7 +373,7 @@ def activate(
 
 def mlp(
     x: jax.Array,
-    update: jax.Array | None,
+    update: Update | None,
     w: Params,
     norm: NormKind,
     compute: Compute,

@@ -34,6 +34,7 @@ from meshwright.ops.experts import (
 )
 from meshwright.ops.experts_triton import FEW_TOKENS, few_tokens_mlp, top_experts
 from meshwright.ops.experts_triton import unavailable as few_tokens_unavailable
+from meshwright.ops.few_tokens import PartialSums, Squares, scale_for_norm
 from meshwright.ops.float32_matmul import float32_matmul
 from meshwright.ops.fp8 import (
     COMPILER_OPTIONS,
@@ -64,14 +65,15 @@ from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, Yar
 __all__ = [
     "COMPILER_OPTIONS", "EXCHANGES", "FEW_TOKENS", "IGNORED", "NF4", "NF4_BLOCK",
     "QUANTIZED_DTYPES", "SCALE", "Dropout", "Fp8Weight", "LinearScaling", "Llama3Scaling", "Mlp",
-    "NormKind", "Quantized", "Rope", "Rows", "Scaling", "YarnScaling", "add_bias", "all_gather",
+    "NormKind", "PartialSums", "Quantized", "Rope", "Rows", "Scaling", "Squares",
+    "YarnScaling", "add_bias", "all_gather",
     "cross_entropy", "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
     "exchange_by_bytes", "expert_capacity", "few_tokens_mlp", "few_tokens_unavailable",
     "float32_matmul", "fp8_einsum", "group_alignment", "grouped_low_rank", "grouped_matmul",
     "hashed", "is_hopper", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes",
     "normalize", "over_capacity", "over_chunks", "partial_sums", "plain_weights", "quantize",
     "quantized_spec", "reduce_part", "reduce_to", "relative_bias", "relative_bias_at",
-    "rows_per_token", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
+    "rows_per_token", "scale_for_norm", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
     "target_log_probs", "through_experts", "tie_gradients", "top_experts", "varying_like",
     "weight_in_fp8",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from jax import lax
 
 from meshwright.ops.attention.paged_triton import unavailable as no_triton
 from meshwright.ops.collectives import current_platform, untyped
+from meshwright.ops.few_tokens import PartialSums, Squares
 from meshwright.ops.quantized import Quantized
 
 FEW_TOKENS = 128  # more take longer to multiply than to read
@@ -45,7 +46,7 @@ def unavailable(tokens: int, dtype: Any, *dims: int) -> str | None:
 
 
 def top_experts(
-    logits: jax.Array,
+    logits: jax.Array | PartialSums,
     bias: jax.Array | None,
     per_token: int,
     *,
@@ -53,29 +54,40 @@ def top_experts(
     normalized: bool,
     scale: float,
     padding: jax.Array | None = None,
+    squares: Squares | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """The experts with the highest scores, and these [tokens, per_token], of logits in float32.
 
     The scores of all are a softmax of the logits, or each its sigmoid. With a bias [experts] they
     are ranked by their sum with it. Tokens where `padding` is not 0 choose expert `experts`, which
-    is none.
+    is none. With `squares`, logits are multiplied with a norm's factor, the last result [tokens].
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    tokens, experts = logits.shape
-    of_token = pl.BlockSpec((None, _padded(experts)), lambda t: (t, 0))
+    sums = logits.parts if isinstance(logits, PartialSums) else logits[None]
+    parts, tokens, experts = sums.shape
+    of_token = pl.BlockSpec((_padded(parts), None, _padded(experts)), lambda t: (0, t, 0))
+    number = pl.BlockSpec((None,), lambda t: (t,))
+    of_norm = [] if squares is None else [squares.parts]
     out = pl.BlockSpec((None, _padded(per_token)), lambda t: (t, 0))
     biases = [] if bias is None else [bias.astype(jnp.float32)]
     of_nobody = [] if padding is None else [padding.astype(jnp.int32)]
 
     def kernel(logit_ref: Any, *refs: Any) -> None:
-        bias_ref, padding_ref = refs[: len(biases)], refs[len(biases) : -2]
-        chosen_ref, weight_ref = refs[-2:]
+        bias_ref, padding_ref, square_ref, outs = _split(refs, biases, of_nobody, of_norm)
+        chosen_ref, weight_ref, *factor_ref = outs
         numbers, columns = jnp.arange(_padded(experts)), jnp.arange(_padded(per_token))
         inside = numbers < experts
-        logit = triton.load(logit_ref.at[...], mask=inside, other=-jnp.inf)
+        is_part = (jnp.arange(_padded(parts)) < parts)[:, None]
+        logit = triton.load(logit_ref.at[...], mask=is_part & inside[None], other=0.0)
+        logit = jnp.sum(logit, axis=0)
+        if squares is not None:
+            factor = squares.factor(square_ref[0])
+            factor_ref[0][()] = factor
+            logit *= factor
+        logit = jnp.where(inside, logit, -jnp.inf)
         if softmax:
             scores = jnp.exp(logit - jnp.max(logit, axis=0))
             scores = scores / jnp.sum(scores, axis=0)
@@ -100,7 +112,7 @@ def top_experts(
         triton.store(chosen_ref.at[...], chosen, mask=kept)
         triton.store(weight_ref.at[...], weights * scale, mask=kept)
 
-    def run(logits: jax.Array, *more: jax.Array) -> Any:
+    def run(*arrays: jax.Array) -> Any:
         shape = tokens, per_token
         return pl.pallas_call(
             kernel,
@@ -108,22 +120,30 @@ def top_experts(
             in_specs=[
                 of_token,
                 *(pl.BlockSpec((_padded(experts),), lambda t: (0,)) for _ in biases),
-                *(pl.BlockSpec((None,), lambda t: (t,)) for _ in of_nobody),
+                *(number for _ in of_nobody),
+                *(pl.BlockSpec((_padded(parts), None), lambda t: (0, t)) for _ in of_norm),
             ],
-            out_specs=[out, out],
+            out_specs=[out, out, *(number for _ in of_norm)],
             out_shape=[
                 jax.ShapeDtypeStruct(shape, jnp.int32),
                 jax.ShapeDtypeStruct(shape, jnp.float32),
+                *(jax.ShapeDtypeStruct((tokens,), jnp.float32) for _ in of_norm),
             ],
             compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="top_experts",
-        )(logits, *more)
+        )(*arrays)
 
     with warnings.catch_warnings():  # that this backend will be removed
         warnings.simplefilter("ignore", DeprecationWarning)
-        chosen, weights = untyped(run, logits, *biases, *of_nobody)
-    return chosen, weights
+        chosen, weights, *factor = untyped(run, sums, *biases, *of_nobody, *of_norm)
+    return chosen, weights, factor[0] if factor else None
+
+
+def _split(refs: Sequence[Any], *arrays: list[Any]) -> list[Sequence[Any]]:
+    """The refs of each list of arrays, and those that are left."""
+    left = iter(refs)
+    return [*(list(itertools.islice(left, len(each))) for each in arrays), list(left)]
 
 
 def few_tokens_mlp(
@@ -133,8 +153,9 @@ def few_tokens_mlp(
     arrays: Mapping[str, jax.Array | Quantized],
     activate: Activate,
     interpret: bool = False,
-) -> jax.Array:
-    """What experts add to tokens x [tokens, embed], in float32.
+    factor: jax.Array | None = None,
+) -> PartialSums:
+    """What experts add to tokens x [tokens, embed], in float32, still to be added up.
 
     Arguments:
         chosen: [tokens, k], the experts of a token. Numbers below 0, and from the count of experts
@@ -143,9 +164,10 @@ def few_tokens_mlp(
         arrays: `up` and `gate`, if there is one, [experts, embed, mlp], their biases [experts, mlp]
             as `up_bias` and `gate_bias`, `down` [experts, mlp, embed] and perhaps `down_bias`.
             Matrices of 8 bits are Quantized.
+        factor: [tokens], what the products of x with `up` and `gate` are multiplied with.
     """
 
-    def run(x: jax.Array, choice: tuple[jax.Array, jax.Array], arrays: Mapping[str, Any]) -> Any:
+    def run(x: jax.Array, choice: tuple[jax.Array, ...], arrays: Mapping[str, Any]) -> Any:
         if isinstance(arrays["down"], Quantized):
             x = _in_float16(x)
         hidden, experts = _hidden(x, choice, arrays, activate, interpret)
@@ -153,7 +175,8 @@ def few_tokens_mlp(
 
     with warnings.catch_warnings():  # that this backend will be removed
         warnings.simplefilter("ignore", DeprecationWarning)
-        total: jax.Array = jnp.sum(untyped(run, x, (chosen, weights), dict(arrays)), axis=0)
+        choice = chosen, weights, *([] if factor is None else [factor])
+        parts: jax.Array = untyped(run, x, choice, dict(arrays))
     if "down_bias" in arrays:
         bias = arrays["down_bias"]
         assert isinstance(bias, jax.Array)
@@ -161,8 +184,9 @@ def few_tokens_mlp(
             jnp.int32, (bias.shape[0], *chosen.shape), 0
         )
         of_experts = jnp.sum(jnp.where(is_chosen, weights[None], 0), axis=-1)
-        total += jnp.matmul(of_experts.T, bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)
-    return total
+        more = jnp.matmul(of_experts.T, bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        parts = jnp.concatenate([parts, more[None]])
+    return PartialSums(parts)
 
 
 def _padded(count: int, least: int = 1) -> int:
@@ -200,8 +224,11 @@ def _widest(dim: int) -> int:
 
 
 def _parts(programs: int, height: int, itemsize: int) -> int:
-    """Into how many sums over experts the result is split, to keep the device busy."""
-    return min(programs, 16 if height <= 32 or itemsize == 1 else 8)
+    """Into how many sums over experts the result is split, to keep the device busy.
+
+    Of one sequence's experts each has a part: they are half of the programs, as a step has two.
+    """
+    return min(programs, 16 if programs > 16 and (height <= 32 or itemsize == 1) else 8)
 
 
 def _columns(matrix: jax.Array | Quantized, width: int) -> list[Any]:
@@ -244,7 +271,7 @@ def _refs(refs: Sequence[Any], matrices: Sequence[jax.Array | Quantized]) -> lis
 
 def _hidden(
     x: jax.Array,
-    choice: tuple[jax.Array, jax.Array],
+    choice: tuple[jax.Array, ...],
     arrays: Mapping[str, Any],
     activate: Activate,
     interpret: bool,
@@ -258,7 +285,7 @@ def _hidden(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    chosen, _ = choice
+    chosen, _, *factor = choice
     names = [name for name in ("gate", "up") if name in arrays]
     biases = [arrays[f"{name}_bias"] for name in names if f"{name}_bias" in arrays]
     matrices = [arrays[name] for name in names]
@@ -276,6 +303,7 @@ def _hidden(
         programs < count,
         blocks.depth,
         activate,
+        len(factor),
     )
     hidden, experts = pl.pallas_call(
         kernel,
@@ -284,6 +312,7 @@ def _hidden(
             pl.BlockSpec((height, embed), lambda s, n: (0, 0)),
             of_choice,
             of_choice,
+            *(pl.BlockSpec((height,), lambda s, n: (0,)) for _ in factor),
             *(spec for matrix in matrices for spec in _columns(matrix, blocks.width)),
             *(pl.BlockSpec((count, blocks.width), lambda s, n: (0, n)) for _ in biases),
         ],
@@ -313,12 +342,14 @@ def _hidden_kernel(
     by_choice: bool,
     depth: int,
     activate: Activate,
+    factors: int,
     *refs: Any,
 ) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
     x_ref, chosen_ref, weight_ref, *of_arrays, out_ref, expert_ref = refs
+    factor_ref, of_arrays = of_arrays[:factors], of_arrays[factors:]
     tokens, per_token = shape
     of_matrices = _refs(of_arrays, matrices)
     biases = of_arrays[sum(map(len, of_matrices)) :]
@@ -358,6 +389,9 @@ def _hidden_kernel(
             _times_scale(total, matrix, expert)
             for total, matrix in zip(sums, of_matrices, strict=True)
         )
+        for ref in factor_ref:
+            factor = triton.load(ref.at[...], mask=places < tokens, other=0.0)
+            sums = tuple(total * factor[:, None] for total in sums)
         if biases:
             sums = tuple(
                 total + bias[expert, :].astype(jnp.float32)[None]

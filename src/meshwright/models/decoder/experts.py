@@ -185,7 +185,7 @@ def _route(
     bias = None if bias is None else varying_like(bias, logits)
     padding = arrays["padding"].reshape(-1) if "padding" in arrays else None
     if few and experts.groups == 1:
-        chosen, weights = top_experts(
+        chosen, weights, _ = top_experts(
             logits, bias, experts.per_token, softmax=experts.scores == "softmax",
             normalized=experts.normalized, scale=experts.scale, padding=padding,
         )  # fmt: skip
@@ -359,7 +359,7 @@ def _few_tokens(
     if over and "down_bias" in of_mlp:  # of the devices along tp, one adds it
         bias = of_mlp["down_bias"]
         of_mlp["down_bias"] = jnp.where(lax.axis_index(over) == 0, bias, jnp.zeros_like(bias))
-    return few_tokens_mlp(x, chosen, weights, of_mlp, activated).astype(x.dtype)
+    return few_tokens_mlp(x, chosen, weights, of_mlp, activated).total().astype(x.dtype)
 
 
 def _exchange(

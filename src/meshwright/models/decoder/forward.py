@@ -17,6 +17,8 @@ from jax.sharding import reshard
 from meshwright.models.blocks import (
     Layer,
     Params,
+    Update,
+    add_update,
     by_period,
     last_norm,
     prepare_weights,
@@ -26,6 +28,7 @@ from meshwright.models.compute import Compute
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.experts import with_router_losses
+from meshwright.models.decoder.few_tokens import DecodeStep
 from meshwright.models.decoder.kinds import LayerKind
 from meshwright.models.decoder.layer import TokenContext, run_layer
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan
@@ -157,13 +160,14 @@ def _forward(
             )
             return mixed, None if state is None else (sequences.restored(k), sequences.restored(v))
 
-        rope = rotations[kind.attention.rope, kind.attention.rotated_dim]
-        of_tokens = TokenContext(attend, rope, padding)
+        rope, tables = rotations[kind.attention.rope, kind.attention.rotated_dim]
+        step = DecodeStep.of(state.tokens, tables) if isinstance(state, PagedCache) else None
+        of_tokens = TokenContext(attend, rope, padding, step)
         return functools.partial(run_layer, kind=kind, context=of_tokens, compute=compute)
 
     noise = token_noise(batch, tokens)
     noise = None if noise is None else placed(noise)
-    update: jax.Array | None = None
+    update: Update | None = None
     kept: list[Any] = []
     for stack, kinds in _stacks(params, config, compute, noise):
         pattern = [
@@ -171,7 +175,7 @@ def _forward(
             for kind, (mask, context) in zip(kinds, sequences.attention, strict=True)
         ]
         own = None if pools is None else pools[len(kept) :][: len(stack)]
-        x = x if update is None else x + update
+        x = x if update is None else add_update(x, update)
         x, update, keeps = through_layers(pattern, x, stack, own, compute)
         kept += keeps
     x = last_norm(x, update, params, config.pattern[0].norm, compute)
@@ -184,16 +188,19 @@ def _forward(
 
 def _rotations(
     config: DecoderConfig, positions: jax.Array
-) -> dict[tuple[Rope | None, int], Callable[[jax.Array], jax.Array]]:
-    """How queries and keys at these positions [batch, length] are rotated, by rope and head_dim."""
-    found: dict[Any, Callable[[jax.Array], jax.Array]] = {}
+) -> dict[tuple[Rope | None, int], tuple[Callable[[jax.Array], jax.Array], Any]]:
+    """How queries and keys at these positions [batch, length] are rotated, by rope and head_dim.
+
+    That is a function of queries or keys, and the tables that it has.
+    """
+    found: dict[Any, tuple[Callable[[jax.Array], jax.Array], Any]] = {}
     for kind in config.pattern:
         rope, size = kind.attention.rope, kind.attention.rotated_dim
         if rope is None:
-            found[rope, size] = lambda x: x
+            found[rope, size] = (lambda x: x), None
         elif (rope, size) not in found:
             cos, sin = rope.tables(positions, size)
-            found[rope, size] = functools.partial(rope.rotate, cos=cos, sin=sin)
+            found[rope, size] = functools.partial(rope.rotate, cos=cos, sin=sin), (cos, sin)
     return found
 
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshwright.models.blocks import (
     Params,
+    Update,
     attention_output,
     enter,
     feed_forward,
@@ -21,6 +22,7 @@ from meshwright.models.blocks import (
 )
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.experts import RouterSums, mixture
+from meshwright.models.decoder.few_tokens import DecodeStep, attention_block, experts_block
 from meshwright.models.decoder.kinds import LayerKind
 from meshwright.models.decoder.latent import latent_heads
 from meshwright.ops import add_bias, all_gather, normalize
@@ -34,44 +36,66 @@ class TokenContext:
     attend: Callable[..., tuple[jax.Array, Any]]
     rope: Callable[[jax.Array], jax.Array]  # rotates queries or keys by their positions
     padding: jax.Array | None = None  # [batch, length]: of an engine's step, which are nobody's
+    step: DecodeStep | None = None  # whose blocks may have kernels for few tokens
 
 
 def run_layer(
     x: jax.Array,
-    update: jax.Array | None,
+    update: Update | None,
     w: Params,
     state: Any,
     *,
     kind: LayerKind,
     context: TokenContext,
     compute: Compute,
-) -> tuple[jax.Array, jax.Array, Any]:
+) -> tuple[jax.Array, Update, Any]:
     """The residual stream after one layer but for the last update, that update, and what it keeps.
 
     That is the state, or in training what the router of experts did, if there is one.
     """
-    own, of_mlp, layouts = w["attention"], w["mlp"], compute.layouts
+    own, of_mlp, step = w["attention"], w["mlp"], context.step
     with jax.named_scope("attention"):
-        x, normed = enter(x, update, own, kind.norm, "input", compute)
-        if kind.attention.kv_rank is None:
-            inputs = all_gather(normed, layouts.all_gathered(layouts.heads))
-            q, k, v = _heads(inputs, own, context.rope, kind, compute)
+        if step is not None and step.runs_attention(own, state, kind, compute):
+            x, update, state = attention_block(x, update, own, state, step, kind, compute)
+            normed = x  # not of the mlp
         else:
-            q, k, v = latent_heads(normed, own, context.rope, kind, compute)
-        mixed, state = context.attend(q, k, v, own.get("sinks"), state)
-        mixed = mixed[..., : kind.attention.values_dim]
-        update = attention_output(mixed, own, compute)
-        if kind.attention.output_bias:
-            update = add_bias(update, own["bo"].astype(update.dtype))
-        update = _scaled(norm_after(update, own, kind.norm), kind)
+            x, normed, update, state = _attention(x, update, own, state, kind, context, compute)
     with jax.named_scope("mlp"):
+        padding = context.padding
+        if step is not None and padding is not None and step.runs_experts(of_mlp, kind, compute):
+            return *experts_block(x, update, of_mlp, padding, kind), state
         if not kind.parallel:
             x, normed = enter(x, update, of_mlp, kind.norm, "middle", compute)
-            added, sums = _mlp(normed, of_mlp, kind, compute, context.padding)
+            added, sums = _mlp(normed, of_mlp, kind, compute, padding)
             return x, added, sums if state is None else state
         normed = normed if kind.shared_norm else norm_before(x, of_mlp, kind.norm)
-        added, sums = _mlp(normed, of_mlp, kind, compute, context.padding)
+        added, sums = _mlp(normed, of_mlp, kind, compute, padding)
         return x, update + added, sums if state is None else state
+
+
+def _attention(
+    x: jax.Array,
+    update: Update | None,
+    w: Params,
+    state: Any,
+    kind: LayerKind,
+    context: TokenContext,
+    compute: Compute,
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    """x with the update, its norm, what attention adds, and the state."""
+    layouts = compute.layouts
+    x, normed = enter(x, update, w, kind.norm, "input", compute)
+    if kind.attention.kv_rank is None:
+        inputs = all_gather(normed, layouts.all_gathered(layouts.heads))
+        q, k, v = _heads(inputs, w, context.rope, kind, compute)
+    else:
+        q, k, v = latent_heads(normed, w, context.rope, kind, compute)
+    mixed, state = context.attend(q, k, v, w.get("sinks"), state)
+    mixed = mixed[..., : kind.attention.values_dim]
+    update = attention_output(mixed, w, compute)
+    if kind.attention.output_bias:
+        update = add_bias(update, w["bo"].astype(update.dtype))
+    return x, normed, _scaled(norm_after(update, w, kind.norm), kind), state
 
 
 def _mlp(

@@ -16,6 +16,7 @@ from jax.sharding import reshard
 
 from meshwright.models.blocks import (
     Params,
+    Update,
     attention_output,
     enter_attention,
     gather_weight,
@@ -95,7 +96,7 @@ def forward(
     else:
         own_bias = state.bias(stack["relative_bias"], config.max_distance)
 
-    def layer(x: jax.Array, update: jax.Array | None, w: Params, pool: Any) -> Any:
+    def layer(x: jax.Array, update: Update | None, w: Params, pool: Any) -> Any:
         cross = w["cross_attention"]
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -147,7 +148,7 @@ def encode(
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         return whole(q, k, v), None
 
-    def layer(x: jax.Array, update: jax.Array | None, w: Params, _: None) -> Any:
+    def layer(x: jax.Array, update: Update | None, w: Params, _: None) -> Any:
         with jax.named_scope("attention"):
             x, update, _ = _self_attention(x, update, w["attention"], attend, config, compute)
         return *_mlp(x, update, w, config, compute), None
@@ -208,7 +209,7 @@ def _bias(
 
 def _self_attention(
     x: jax.Array,
-    update: jax.Array | None,
+    update: Update | None,
     w: Params,
     attend: Attend,
     config: T5Config,

@@ -21,8 +21,15 @@ from meshwright.ops.attention.paged import (
     fill_pages,
     paged_attention,
 )
-from meshwright.ops.attention.paged_kernels import PagedCall, choose_paged, most_pages, pool_shape
+from meshwright.ops.attention.paged_kernels import (
+    PagedCall,
+    choose_paged,
+    most_pages,
+    not_for_triton,
+    pool_shape,
+)
 from meshwright.ops.attention.paged_tokens import PagedBias, PagedKeys, PagedTokens, page_size_of
+from meshwright.ops.attention.paged_triton import Heads, paged_decode, write_heads
 from meshwright.ops.attention.ring_steps import ring_steps_of
 from meshwright.ops.attention.splash import backward_kernels, query_gradients
 from meshwright.ops.attention.strategy import (
@@ -38,9 +45,10 @@ from meshwright.ops.attention.strategy import (
 
 __all__ = [
     "BLOCK_QUERIES", "CACHE_DTYPES", "EVERYTHING", "FLOPS_PER_BYTE", "KERNELS", "STRATEGIES",
-    "Call", "ContextParallel", "Mask", "PagedBias", "PagedCall", "PagedKeys", "PagedTokens",
-    "Segments", "Split", "attend_to_pages", "attention", "backward_kernels", "calls_of", "choose",
-    "choose_paged", "choose_strategy", "explain_kernel", "explain_strategy", "fill_pages",
-    "from_zigzag", "most_pages", "padding", "page_size_of", "paged_attention", "pool_shape",
-    "query_gradients", "refusal", "ring_steps_of", "sequence_order", "slow_kernel", "to_zigzag",
+    "Call", "ContextParallel", "Heads", "Mask", "PagedBias", "PagedCall", "PagedKeys",
+    "PagedTokens", "Segments", "Split", "attend_to_pages", "attention", "backward_kernels",
+    "calls_of", "choose", "choose_paged", "choose_strategy", "explain_kernel", "explain_strategy",
+    "fill_pages", "from_zigzag", "most_pages", "not_for_triton", "padding", "page_size_of",
+    "paged_attention", "paged_decode", "pool_shape", "query_gradients", "refusal", "ring_steps_of",
+    "sequence_order", "slow_kernel", "to_zigzag", "write_heads",
 ]  # fmt: skip

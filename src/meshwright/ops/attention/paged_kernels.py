@@ -236,7 +236,7 @@ def _on_gpu(
 
 def _cudnn_decode(q: jax.Array, pool: Pool, tokens: PagedTokens, window: int | None) -> jax.Array:
     """By Triton where sequences are few, of which cuDNN's kernels take most of their time alone."""
-    if q.shape[0] <= _FEW_SEQUENCES and _not_for_triton(q.shape[2], page_size_of(pool)) is None:
+    if q.shape[0] <= _FEW_SEQUENCES and not_for_triton(q.shape[2], page_size_of(pool)) is None:
         return _triton_decode(q, pool, tokens, window)
     pages = fused.Inputs(
         q[:, None], pool, pool,
@@ -356,7 +356,7 @@ def _cudnn_refuses(call: PagedCall) -> str | None:
 
 def _triton_refuses(call: PagedCall) -> str | None:
     refused = _changed_scores(call) or fused.refuses(call.platform, call.dtype, call.head_dim)
-    return refused or _not_for_triton(call.head_dim, call.page_size)
+    return refused or not_for_triton(call.head_dim, call.page_size)
 
 
 def _changed_scores(call: PagedCall) -> str | None:
@@ -365,7 +365,8 @@ def _changed_scores(call: PagedCall) -> str | None:
     return "it does not cap scores" if call.softcapped else None
 
 
-def _not_for_triton(head_dim: int, page_size: int) -> str | None:
+def not_for_triton(head_dim: int, page_size: int) -> str | None:
+    """Why Triton's kernels cannot read such pages, or None."""
     sizes = (16, 32, 64, 128)
     if head_dim not in sizes:
         return f"head_dim {head_dim} is not 16, 32, 64 or 128"

@@ -7,6 +7,7 @@ bfloat16 it is several). A long sequence is split over several programs, whose o
 program s has pages s, s + splits and so on, so that a short one in a long table is split too.
 """
 
+import dataclasses
 import functools
 import warnings
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from meshwright.ops.collectives import untyped
+from meshwright.ops.few_tokens import Squares
 
 QUERIES = 16  # fewest that a tensor core's matmul takes
 _PROGRAMS = 528  # four on each of an H100's multiprocessors
@@ -179,6 +183,93 @@ def write_pages(
             name="write_pages",
         )(k, v, pages, places, pool)
     return written
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values of tokens, as products with what `scale_for_norm` gives."""
+
+    products: jax.Array  # [tokens, kv_heads, group + 2, head_dim]: queries, the key, the value
+    squares: Squares  # by which the norm divides
+    tables: tuple[jax.Array, jax.Array]  # of rotary positions: cosines, sines [tokens, .. / 2]
+    norms: tuple[jax.Array, ...]  # the scales of norms of queries and keys, if there are any
+
+
+def write_heads(
+    heads: Heads, pool: jax.Array, pages: jax.Array, places: jax.Array, interpret: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [tokens, heads, head_dim], and the pool, which is overwritten, with keys and values.
+
+    They have their norms and rotary positions. `pages` and `places` as in `write_pages`. A program
+    has one head of one token.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    tokens, kv_heads, rows, head_dim = heads.products.shape
+    group, half, squares = rows - 2, head_dim // 2, heads.squares
+    arrays = [heads.products, squares.parts, *heads.tables, *heads.norms, pages, places, pool]
+
+    def kernel(product_ref: Any, square_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
+        *norm_refs, page_ref, place_ref, _, q_ref, pool_ref = refs
+        row, head = pl.program_id(0), pl.program_id(1)
+        is_query, is_value = row < group, row == group + 1
+        factor, cos, sin = squares.factor(square_ref), cos_ref[...], sin_ref[...]
+        dims = [pl.ds(0, half), pl.ds(half, half)]
+        x = [product_ref[dim].astype(jnp.float32) * factor for dim in dims]
+        normed = x
+        if norm_refs:
+            total = functools.reduce(jnp.add, [jnp.sum(part * part, axis=0) for part in x])
+            root = lax.rsqrt(total / head_dim + squares.eps)
+            scales = [
+                jnp.where(is_query, *(ref[dim].astype(jnp.float32) for ref in norm_refs))
+                for dim in dims
+            ]
+            normed = [part * root * scale for part, scale in zip(x, scales, strict=True)]
+        first, second = normed
+        rotated = first * cos - second * sin, second * cos + first * sin
+        page = page_ref[()] + is_value.astype(jnp.int32) * (pool.shape[0] // 2)
+        for part, plain, dim in zip(rotated, x, dims, strict=True):
+            value = jnp.where(is_value, plain, part).astype(pool.dtype)
+            masks = [jnp.broadcast_to(kind, value.shape) for kind in (row < group, row >= group)]
+            triton.store(q_ref.at[jnp.minimum(row, group - 1), dim], value, mask=masks[0])
+            triton.store(pool_ref.at[page, place_ref[()], head, dim], value, mask=masks[1])
+
+    def run(*arrays: jax.Array) -> Any:
+        number = pl.BlockSpec((None,), lambda r, h, t: (t,))
+        of_squares = pl.next_power_of_2(squares.parts.shape[0]), None
+        of_pool = pl.BlockSpec(pool.shape, lambda r, h, t: (0,) * 4)
+        return pl.pallas_call(
+            kernel,
+            grid=(rows, kv_heads, tokens),
+            in_specs=[
+                pl.BlockSpec((None, None, None, head_dim), lambda r, h, t: (t, h, r, 0)),
+                pl.BlockSpec(of_squares, lambda r, h, t: (0, t)),
+                *(pl.BlockSpec((None, half), lambda r, h, t: (t, 0)) for _ in heads.tables),
+                *(pl.BlockSpec((head_dim,), lambda r, h, t: (0,)) for _ in heads.norms),
+                number,
+                number,
+                of_pool,
+            ],
+            out_specs=[
+                pl.BlockSpec((None, None, group, head_dim), lambda r, h, t: (t, h, 0, 0)),
+                of_pool,
+            ],
+            out_shape=[
+                jax.ShapeDtypeStruct((tokens, kv_heads, group, head_dim), pool.dtype),
+                jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+            ],
+            input_output_aliases={len(arrays) - 1: 1},
+            compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
+            interpret=interpret,
+            name="write_heads",
+        )(*arrays)
+
+    with warnings.catch_warnings():  # that this backend will be removed
+        warnings.simplefilter("ignore", DeprecationWarning)
+        q, written = untyped(run, *arrays)
+    return q.reshape(tokens, -1, head_dim), written
 
 
 def _splits(programs: int, width: int) -> int:
