@@ -65,6 +65,17 @@ class LazyPackage(ModuleType):
         return sorted({*super().__dir__(), *_homes(str(self.__file__))})
 
 
+def when_called(module: str, name: str) -> "Callable[..., Any]":
+    """The function of a module that is imported when it is first called."""
+
+    def call(*arguments: "Any", **named: "Any") -> "Any":
+        import importlib
+
+        return getattr(importlib.import_module(module), name)(*arguments, **named)
+
+    return call
+
+
 def import_when_used(package: str) -> None:
     """Make a package import what its file imports under `if TYPE_CHECKING:` when it is used."""
     sys.modules[package].__class__ = LazyPackage
