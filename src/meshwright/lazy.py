@@ -12,8 +12,29 @@ from types import ModuleType
 
 TYPE_CHECKING = False  # as typing's, whose import takes longer than all that is done here
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from functools import cached_property as cached_property
     from typing import Any
+else:
+
+    class cached_property:  # noqa: N801 - as functools'
+        """As functools', without the lock that it takes until Python 3.12.
+
+        A search for meshes makes tens of thousands of values.
+        """
+
+        def __init__(self, make: "Callable[[Any], Any]") -> None:
+            self.make, self.name, self.__doc__ = make, "", make.__doc__
+
+        def __set_name__(self, owner: type, name: str) -> None:
+            self.name = name
+
+        def __get__(self, instance: "Any", owner: "type | None" = None) -> "Any":
+            if instance is None:
+                return self
+            value = instance.__dict__[self.name] = self.make(instance)
+            return value
+
 
 _read: "dict[str, dict[str, tuple[str, str]]]" = {}  # what each package's file says
 
@@ -42,6 +63,17 @@ class LazyPackage(ModuleType):
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_homes(str(self.__file__))})
+
+
+def when_called(module: str, name: str) -> "Callable[..., Any]":
+    """The function of a module that is imported when it is first called."""
+
+    def call(*arguments: "Any", **named: "Any") -> "Any":
+        import importlib
+
+        return getattr(importlib.import_module(module), name)(*arguments, **named)
+
+    return call
 
 
 def import_when_used(package: str) -> None:

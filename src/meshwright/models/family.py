@@ -2,12 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.layouts import Rules
 from meshwright.models.huggingface import HfModel
-from meshwright.models.loss import LossSums
 from meshwright.models.work import Stack
+
+if TYPE_CHECKING:
+    from meshwright.models.loss import LossSums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,7 @@ class ModelFamily:
     """The arrays of a batch, each [micro-batches, batch, length]."""
     objectives: tuple[str, ...]
     """Training objectives (see data/objectives.py), the default first."""
-    loss: Callable[..., LossSums]
+    loss: "Callable[..., LossSums]"
     """(params, batch, scale, config, compute, LossConfig) → LossSums of a micro-batch."""
     forward: Callable[..., Any]
     """(params, batch, config, compute, state=None) → hidden [batch, length, embed], state.

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +16,16 @@ from meshwright.errors import MeshwrightError, UnsupportedModelError, did_you_me
 from meshwright.hub import CONFIG, MODEL, local_folder
 from meshwright.models.decoder import DECODER
 from meshwright.models.family import ModelFamily, Serving
-from meshwright.models.huggingface import (
-    WEIGHTS,
-    HfModel,
-    OnLayer,
-    OnRead,
-    adapter_model,
-    load_folder,
-    load_tensors,
-    read_adapter_config,
-    read_hf_config,
-    save_folder,
-    short,
-)
+from meshwright.models.huggingface import HfModel, read_hf_config, short
 from meshwright.models.lora import ADAPTER, with_adapter
 from meshwright.models.safetensors_read import MappedFiles, read_header
 from meshwright.models.settings import LoraConfig
 from meshwright.models.t5.family import T5
 from meshwright.models.torch_only import TORCH_ONLY
 from meshwright.models.work import Experts
+
+if TYPE_CHECKING:
+    from meshwright.models.huggingface import OnLayer, OnRead
 
 FAMILIES: tuple[ModelFamily, ...] = (DECODER, T5)
 PRESETS: dict[str, Any] = {
@@ -206,8 +197,8 @@ def load_hf(
     config: Any = None,
     shardings: Any = None,
     dtype: Any = jnp.float32,
-    on_read: OnRead | None = None,
-    on_layer: OnLayer | None = None,
+    on_read: "OnRead | None" = None,
+    on_layer: "OnLayer | None" = None,
 ) -> Any:
     """The weights of a Hugging Face folder, every array placed as `shardings` says.
 
@@ -217,6 +208,8 @@ def load_hf(
     stack of layers whose path is in `on_layer` is read a layer at a time, and becomes what that
     function makes of each, [1, ..].
     """
+    from meshwright.models.huggingface import load_folder
+
     if not isinstance(folder, str | os.PathLike):
         raise MeshwrightError(f"{folder!r} is not the path of a folder")
     folder = local_folder(folder, MODEL)
@@ -230,6 +223,8 @@ def save_hf(folder: str | os.PathLike[str], params: Any, config: Any, **options:
 
     Options are `dtype`, `max_file_bytes` and `tokenizer`: see models/huggingface/save.py.
     """
+    from meshwright.models.huggingface import save_folder
+
     return save_folder(folder, params, family_of(config).hugging_face.model(config), **options)
 
 
@@ -245,12 +240,16 @@ def save_adapter(
 
     `base` is the folder, or the name, of the model that it adapts.
     """
+    from meshwright.models.huggingface import save_folder
+
     files = adapter_files(config, lora, base)
     return save_folder(folder, {ADAPTER: params[ADAPTER]}, files, **options)
 
 
 def adapter_files(config: Any, lora: LoraConfig, base: str = "") -> HfModel:
     """What PEFT's files of an adapter hold: its tensors beside our arrays."""
+    from meshwright.models.huggingface import adapter_model
+
     model = family_of(config).hugging_face.model(config)
     arrays = with_adapter(model.specs, lora, jnp.float32, hf_names(config))
     return adapter_model(model, arrays, lora, base)
@@ -263,6 +262,13 @@ def load_adapter(
 
     `shardings` are as in `load_hf`.
     """
+    from meshwright.models.huggingface import (
+        WEIGHTS,
+        adapter_model,
+        load_tensors,
+        read_adapter_config,
+    )
+
     model = family_of(config).hugging_face.model(config)
     lora = read_adapter_config(Path(folder), model)
     files = adapter_model(model, with_adapter(model.specs, lora, jnp.float32), lora, "")

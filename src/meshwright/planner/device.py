@@ -5,6 +5,7 @@ import math
 from typing import NamedTuple
 
 from meshwright.arithmetic import divisors, round_up
+from meshwright.lazy import cached_property
 from meshwright.models import OFFLOAD
 from meshwright.ops import NF4, NF4_BLOCK, expert_capacity
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
@@ -181,7 +182,7 @@ class DeviceStack:
         """Bytes of the residual stream."""
         return self.device.used * self.tokens * self.device.embed
 
-    @functools.cached_property
+    @cached_property
     def _saved_layer(self) -> Number:
         """Bytes that a layer saves for the backward pass."""
         device, choice = self.device, self.device.choice
@@ -355,7 +356,7 @@ class DeviceStack:
         device, numbers = self.device, self._query_gradients
         return device.used * self.tokens * device.number(numbers) / device.tp if numbers else 0
 
-    @functools.cached_property
+    @cached_property
     def _query_gradients(self) -> int:
         """Numbers of them for a token."""
         device, dims = self.device, self.device.sizes.dims

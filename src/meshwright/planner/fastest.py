@@ -11,7 +11,6 @@ offload, which are tried where nothing else fits. `search` finds the same mesh (
 """
 
 import dataclasses
-import functools
 import heapq
 import itertools
 import math
@@ -19,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from meshwright.arithmetic import divisors
+from meshwright.lazy import cached_property
 from meshwright.machines import Machine
 from meshwright.models import OFFLOAD
 from meshwright.planner.compilers import all_reduces
@@ -110,12 +110,12 @@ class _Split:
         self._times: dict[tuple[Choice, Variant], StepTime] = {}  # of relaxed steps
         self._alike: dict[bool, _MostSharded] = {}
 
-    @functools.cached_property
+    @cached_property
     def _waits(self) -> dict[Variant, tuple[float, StepModel]]:
         """Of each relaxed step, what tp, sp and ep make it wait for."""
         return {_variant(step.choice): (_waits(step), step) for step in self.steps}
 
-    @functools.cached_property
+    @cached_property
     def _least(self) -> list[tuple[float, Variant]]:
         """Seconds at least of each relaxed step, the shortest first."""
         waits = self._waits.items()
@@ -204,7 +204,7 @@ class _MostSharded:
     def __init__(self, workload: Workload, limits: Constraints, mesh: Choice) -> None:
         self.workload, self.limits, self.mesh = workload, limits, mesh
 
-    @functools.cached_property
+    @cached_property
     def fits(self) -> list[Candidate] | None:
         """The ways that fit; None if that mesh cannot be."""
         if why_not(self.workload, self.mesh, self.limits) is not None:
@@ -214,18 +214,18 @@ class _MostSharded:
             return []  # whatever the remat and micro-batches
         return feasible(self.workload, self.mesh, self.limits)[0]
 
-    @functools.cached_property
+    @cached_property
     def ways(self) -> _Ways:
         """Steps that fit and leave the reserve free."""
         fits = [one for one in self.fits or () if not one.memory.tight]
         return _by_variant(one.step for one in different(fits))
 
-    @functools.cached_property
+    @cached_property
     def relaxed(self) -> _Ways:
         """The steps if memory were no limit."""
         return _by_variant(_relaxed(self.workload, self.mesh, self.limits))
 
-    @functools.cached_property
+    @cached_property
     def sparing(self) -> "list[_MostSharded]":
         """With what is tried only where nothing else fits, as it may on another mesh."""
         if not self.fits:

@@ -10,13 +10,12 @@ each machine the fastest mesh counts.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.lazy import without_collector
+from meshwright.lazy import cached_property, without_collector
 from meshwright.machines import CHIPS, Catalogue, Chip, Machine, Price, machine_sizes
 from meshwright.models import model_config
 from meshwright.planner import efficiency
@@ -312,11 +311,11 @@ class _Ask:
             rate *= stack_like(self.like, chip, self.config.compute.matmul, self.config.seq).matmul
         return self.run.tokens * self.flops_per_token / rate / machine.num_chips
 
-    @functools.cached_property
+    @cached_property
     def flops_per_token(self) -> float:
         return flops_per_token(self.workload(_ONE_GPU)[0])
 
-    @functools.cached_property
+    @cached_property
     def checkpoint(self) -> int:
         return checkpoint_bytes(self.workload(_ONE_GPU)[0])
 

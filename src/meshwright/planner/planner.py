@@ -32,7 +32,6 @@ from meshwright.planner.search import (
     search,
     why_not,
 )
-from meshwright.planner.serving import search_serving, serves
 from meshwright.planner.time import bound_and_reason
 from meshwright.planner.workload import Choice, Workload, setting_name
 from meshwright.present import amount, count, seconds_text
@@ -159,6 +158,8 @@ def _search(
 ) -> tuple[list[Estimate], list[Refusal]]:
     """Every mesh that fits, the best first, and every one that does not, with why."""
     if workload.engine is not None:
+        from meshwright.planner.serving import search_serving
+
         return search_serving(workload, limits, rank_by)
     found, refused = search(workload, limits, rank_by)
     return [estimated(one) for one in found], refused
@@ -403,6 +404,8 @@ def _first_that_fits(workload: Workload, limits: Constraints) -> Choice | None:
 def _fits_on(workload: Workload, mesh: Choice, limits: Constraints) -> bool:
     """Whether a mesh passes every check of a plan, memory last."""
     if workload.kind == "serve":
+        from meshwright.planner.serving import serves
+
         return serves(workload, mesh, limits)
     if why_not(workload, mesh, limits) is not None:
         return False

@@ -4,11 +4,11 @@ Bytes and seconds are of one device and of one optimizer step unless a name says
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from meshwright.audits import Collective
+from meshwright.lazy import cached_property
 from meshwright.machines import Machine
 from meshwright.planner.goodput import LongRun
 from meshwright.planner.workload import Choice, Workload
@@ -27,7 +27,7 @@ class Memory:
     host: int = 0  # bytes in the memory of each host
     host_limit: int | None = None  # None: not known
 
-    @functools.cached_property
+    @cached_property
     def total(self) -> int:
         return sum(self.kinds.values())
 
@@ -135,7 +135,7 @@ class Plan:
     imbalance: float = 1.0  # assumed of routers, as Workload.imbalance
     like: str = ""  # the stack whose speed is planned; "": our own
 
-    @functools.cached_property
+    @cached_property
     def workload(self) -> Workload:
         workload = Workload.of(self.config, self.machine, self.model, self.engine)
         return dataclasses.replace(workload, imbalance=self.imbalance).running_like(self.like)

@@ -13,13 +13,13 @@ Ranked by `fastest`, each mesh has its fastest way and the order is that of thei
 
 import dataclasses
 import enum
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, TypeVar
 
 from meshwright.arithmetic import divisors
 from meshwright.errors import MeshwrightError
+from meshwright.lazy import cached_property
 from meshwright.models import OFFLOAD, experts_of
 from meshwright.planner.attention import strategies, with_strategy
 from meshwright.planner.constraints import Constraints
@@ -59,7 +59,7 @@ class Candidate:
     def choice(self) -> Choice:
         return self.step.choice
 
-    @functools.cached_property
+    @cached_property
     def timing(self) -> StepTime:
         return step_time(self.step)
 

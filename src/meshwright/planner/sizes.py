@@ -16,6 +16,7 @@ import numpy as np
 
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import ArraySpec, Rules, select_trainable
+from meshwright.lazy import cached_property
 from meshwright.models import (
     ADAPTER,
     Attention,
@@ -65,15 +66,15 @@ class AlikeMatrices:
     matrices: tuple[Matrix, ...]
     keys_from: str  # the batch field of those tokens, where it is not the stack's
 
-    @functools.cached_property
+    @cached_property
     def weights(self) -> int:
         return sum(matrix.weights for matrix in self.matrices)
 
-    @functools.cached_property
+    @cached_property
     def gradient_weights(self) -> int:
         return sum(matrix.weights for matrix in self.matrices if matrix.trained_layers)
 
-    @functools.cached_property
+    @cached_property
     def outputs(self) -> tuple[tuple[str, int], ...]:
         """The activations that they make, each with the weights it takes."""
         return tuple((matrix.output, matrix.weights) for matrix in self.matrices if matrix.output)
@@ -90,14 +91,14 @@ class BlockSizes:
     experts: Experts | None = None
     is_beside: bool = False  # it reads what the block before it reads
 
-    @functools.cached_property
+    @cached_property
     def weights(self) -> int:
         return sum(matrix.weights for matrix in self.matrices)
 
     def of_kind(self, kind: str) -> tuple[Matrix, ...]:
         return tuple(matrix for matrix in self.matrices if matrix.kind == kind)
 
-    @functools.cached_property
+    @cached_property
     def alike(self) -> "tuple[AlikeMatrices, ...]":
         """Its matrices by the tokens that they meet, and by how they are split."""
         keys_from = self.attention.keys_from if self.attention else ""
@@ -107,12 +108,12 @@ class BlockSizes:
             found.setdefault((field, one.kind, one.whole, one.of_latent), []).append(one)
         return tuple(AlikeMatrices(tuple(same), field) for (field, *_), same in found.items())
 
-    @functools.cached_property
+    @cached_property
     def with_gradients(self) -> tuple[Matrix, ...]:
         """Matrices with a trained layer: the loop over layers makes gradients of all layers."""
         return tuple(matrix for matrix in self.matrices if matrix.trained_layers)
 
-    @functools.cached_property
+    @cached_property
     def gradient_weights(self) -> int:
         return sum(matrix.weights for matrix in self.with_gradients)
 
@@ -121,19 +122,19 @@ class BlockSizes:
         """Whether a matrix that reads the block's input has a gradient."""
         return any(not matrix.adds_to_residual for matrix in self.with_gradients)
 
-    @functools.cached_property
+    @cached_property
     def inner(self) -> int:
         """The widest activation inside the block: heads × head_dim, or mlp of a token's experts."""
         return max(matrix.inner for matrix in self.matrices)
 
-    @functools.cached_property
+    @cached_property
     def splits_input(self) -> bool:
         """Whether a matrix that tp splits reads the block's input."""
         return any(
             not (one.whole or one.of_latent or one.adds_to_residual) for one in self.matrices
         )
 
-    @functools.cached_property
+    @cached_property
     def arrays_inside(self) -> int:
         """Matrices that lead from the residual stream into the block: gate and up of an mlp."""
         return sum(not one.adds_to_residual for one in self.matrices if one.kind != "router")
@@ -151,40 +152,40 @@ class StackSizes:
     latent_norms: int  # numbers of a layer's norms of latents that have gradients
     router_biases: int  # numbers that a layer adds to the scores of its router
 
-    @functools.cached_property
+    @cached_property
     def matrices(self) -> tuple[Matrix, ...]:
         """Of one layer."""
         return tuple(matrix for block in self.blocks for matrix in block.matrices)
 
-    @functools.cached_property
+    @cached_property
     def weights(self) -> int:
         """In the matrices of one layer."""
         return sum(block.weights for block in self.blocks)
 
-    @functools.cached_property
+    @cached_property
     def whole_weights(self) -> int:
         """Of a layer, those that tp does not split."""
         return sum(matrix.weights for matrix in self.matrices if matrix.whole)
 
-    @functools.cached_property
+    @cached_property
     def whole_gradient_weights(self) -> int:
         """Of those, the ones that have gradients."""
         matrices = (matrix for block in self.blocks for matrix in block.with_gradients)
         return sum(matrix.weights for matrix in matrices if matrix.whole)
 
-    @functools.cached_property
+    @cached_property
     def whole_trained_weights(self) -> int:
         """Of all layers, the trained ones that tp does not split."""
         return sum(
             matrix.weights * matrix.trained_layers for matrix in self.matrices if matrix.whole
         )
 
-    @functools.cached_property
+    @cached_property
     def met(self) -> float:
         """Of a layer, the weights that a token meets."""
         return sum(matrix.met for matrix in self.matrices)
 
-    @functools.cached_property
+    @cached_property
     def experts(self) -> Experts | None:
         return next((block.experts for block in self.blocks if block.experts), None)
 
@@ -192,41 +193,41 @@ class StackSizes:
         """Matrices of a layer."""
         return tuple(matrix for block in self.blocks for matrix in block.of_kind(kind))
 
-    @functools.cached_property
+    @cached_property
     def expert_weights(self) -> int:
         """Of a layer, those of all experts."""
         return sum(matrix.weights for matrix in self.of_kind("expert"))
 
-    @functools.cached_property
+    @cached_property
     def frozen_met(self) -> float:
         """Of a layer, the weights without gradients that a token meets."""
         return sum(matrix.met for matrix in self.matrices if not matrix.trained_layers)
 
-    @functools.cached_property
+    @cached_property
     def gradient_weights(self) -> int:
         """Of a layer, the weights that have gradients."""
         return sum(block.gradient_weights for block in self.blocks)
 
-    @functools.cached_property
+    @cached_property
     def trained_weights(self) -> int:
         """Of all layers."""
         return sum(matrix.weights * matrix.trained_layers for matrix in self.matrices)
 
-    @functools.cached_property
+    @cached_property
     def attention_weights(self) -> int:
         return sum(block.weights for block in self.blocks if block.attention)
 
-    @functools.cached_property
+    @cached_property
     def whole_attention_weights(self) -> int:
         attention = (block for block in self.blocks if block.attention)
         return sum(one.weights for block in attention for one in block.matrices if one.whole)
 
-    @functools.cached_property
+    @cached_property
     def is_biased(self) -> bool:
         """Whether a bias is added to the scores of an attention."""
         return any(block.attention and block.attention.biased for block in self.blocks)
 
-    @functools.cached_property
+    @cached_property
     def mlp(self) -> BlockSizes:
         """The block without attention."""
         return next(block for block in self.blocks if block.attention is None)
@@ -268,17 +269,17 @@ class ModelSizes:
     def is_tied(self) -> bool:
         return self.tables == 1
 
-    @functools.cached_property
+    @cached_property
     def sequences(self) -> tuple[str, ...]:
         """The batch fields that go through layers, each embedded once."""
         return tuple(dict.fromkeys(stack.field for stack in self.stacks))
 
-    @functools.cached_property
+    @cached_property
     def generating(self) -> tuple[StackSizes, ...]:
         """The stacks that a new token goes through: of an encoder and a decoder, the decoder's."""
         return tuple(stack for stack in self.stacks if stack.field == self.stacks[-1].field)
 
-    @functools.cached_property
+    @cached_property
     def layer_weights(self) -> int:
         """In the matrices of all layers."""
         return sum(stack.layers * stack.weights for stack in self.stacks)
@@ -287,20 +288,20 @@ class ModelSizes:
     def trained_tables(self) -> int:
         return self.trains_embedding + (self.trains_head and not self.is_tied)
 
-    @functools.cached_property
+    @cached_property
     def trained_matrices(self) -> int:
         """Arrays of matrices that are trained, those of a stack's layers being one each."""
         return self.trained_tables + sum(
             len(block.with_gradients) for stack in self.stacks for block in stack.blocks
         )
 
-    @functools.cached_property
+    @cached_property
     def trained_parameters(self) -> int:
         """In matrices, embedding and LM head."""
         tables = self.trained_tables * self.dims["vocab"] * self.embed
         return sum(stack.trained_weights for stack in self.stacks) + tables
 
-    @functools.cached_property
+    @cached_property
     def layers(self) -> int:
         return sum(stack.layers for stack in self.stacks)
 
@@ -315,7 +316,7 @@ class ModelSizes:
         layers = sum(stack.layers * stack.met for stack in self.stacks)
         return layers + self.tables * self.dims["vocab"] * self.embed
 
-    @functools.cached_property
+    @cached_property
     def experts(self) -> Experts | None:
         """Of the first stack that has some."""
         return next((stack.experts for stack in self.stacks if stack.experts), None)

@@ -13,12 +13,12 @@ the comparison with compiled programs read these lists.
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from meshwright.audits import Collective
+from meshwright.lazy import cached_property
 from meshwright.meshes import STANDARD_AXES
 from meshwright.models import describe_padding
 from meshwright.planner.attention import kernels_of, standard_rules, with_strategy
@@ -110,12 +110,12 @@ class StepModel:
         self.choice, self.machine, self.number = choice, workload.machine, number
         self.sizes, self.schedule = workload.sizes, workload.schedule
 
-    @functools.cached_property
+    @cached_property
     def device(self) -> Device:
         """The sizes of a device's share."""
         return Device(self.workload, self.choice, self.number)
 
-    @functools.cached_property
+    @cached_property
     def stacks(self) -> list[DeviceStack]:
         # they know the device, not this: without a cycle, a search leaves nothing to collect
         sizes = self.device.sizes
@@ -126,18 +126,18 @@ class StepModel:
         """The stack before the LM head."""
         return self.stacks[-1]
 
-    @functools.cached_property
+    @cached_property
     def saved_up_to(self) -> list[Number]:
         """Bytes that the stacks up to each save for the backward pass."""
         return list(itertools.accumulate(stack.saved for stack in self.stacks))
 
-    @functools.cached_property
+    @cached_property
     def _layer_weights(self) -> list[Number]:
         return list(
             itertools.accumulate(stack.layers * stack.stored_weights for stack in self.stacks)
         )
 
-    @functools.cached_property
+    @cached_property
     def layers_up_to(self) -> list[Number]:
         """Weights on a device of the stacks up to each."""
         return [weights / self.device.devices for weights in self._layer_weights]
@@ -147,7 +147,7 @@ class StepModel:
         """Weights of all layers, on a device."""
         return self.layers_up_to[-1]
 
-    @functools.cached_property
+    @cached_property
     def _table_weights(self) -> Number:
         sizes = self.device.sizes
         return self.number(sizes.tables * self.device.padded_vocab * sizes.embed)
@@ -157,26 +157,26 @@ class StepModel:
         """Weights of embedding and LM head, on a device."""
         return self._table_weights / self.device.devices
 
-    @functools.cached_property
+    @cached_property
     def layers_and_tables(self) -> Number:
         return (self._layer_weights[-1] + self._table_weights) / self.device.devices
 
-    @functools.cached_property
+    @cached_property
     def vectors(self) -> Number:
         """Norms and biases; biases are split over tp with their heads."""
         return self._vectors(lambda vectors: vectors.numbers)
 
-    @functools.cached_property
+    @cached_property
     def adapter(self) -> Number:
         """Numbers of an adapter, all of them trained, on a device."""
         axes = tuple(self.choice.sizes.items())
         return self.number(adapter_numbers(self.workload.model, self.workload.config.lora, axes))
 
-    @functools.cached_property
+    @cached_property
     def trained_vectors(self) -> Number:
         return self._vectors(lambda vectors: vectors.trained)
 
-    @functools.cached_property
+    @cached_property
     def vectors_with_gradients(self) -> Number:
         return self._vectors(lambda vectors: vectors.gradients)
 
@@ -187,7 +187,7 @@ class StepModel:
         of_heads = numbers(sizes.head_vectors) + numbers(sizes.position_vectors)
         return self.number(whole + of_heads // self.choice.tensor)
 
-    @functools.cached_property
+    @cached_property
     def _trained_tables(self) -> Number:
         sizes = self.device.sizes
         return self.number(sizes.trained_tables * self.device.padded_vocab * sizes.embed)
@@ -197,12 +197,12 @@ class StepModel:
         """Weights of embedding and LM head that are trained, on a device."""
         return self._trained_tables / self.device.devices
 
-    @functools.cached_property
+    @cached_property
     def trained_layers(self) -> Number:
         """Weights of layers that are trained, on a device."""
         return sum(stack.trained_weights for stack in self.stacks) / self.device.devices
 
-    @functools.cached_property
+    @cached_property
     def trained_layers_and_tables(self) -> Number:
         layers = sum(stack.trained_weights for stack in self.stacks)
         return (layers + self._trained_tables) / self.device.devices
@@ -212,13 +212,13 @@ class StepModel:
         stacks = self.stacks[number:]
         return sum(stack.layers * stack.gradient_weights for stack in stacks) / self.device.devices
 
-    @functools.cached_property
+    @cached_property
     def gradients(self) -> Number:
         """Weights of layers and tables on a device that have gradients."""
         layers = sum(stack.layers * stack.gradient_weights for stack in self.stacks)
         return (layers + self._trained_tables) / self.device.devices
 
-    @functools.cached_property
+    @cached_property
     def written(self) -> list[Collective]:
         """Collectives as the program has them, those over more than one device."""
 
@@ -234,7 +234,7 @@ class StepModel:
             return make()
         return self.workload.once((*what, *self.choice.key), make)
 
-    @functools.cached_property
+    @cached_property
     def collectives(self) -> list[Collective]:
         """Collectives as the machine's compiler has them."""
         shape = self.machine.chip.platform, self.machine.shape, self.machine.slices
@@ -243,7 +243,7 @@ class StepModel:
             lambda: self.schedule.compiled(self, self.written),
         )
 
-    @functools.cached_property
+    @cached_property
     def peaks(self) -> dict[str, Kinds]:
         """What is live at each moment when memory can be highest."""
         always, kinds = self.schedule.always(self), self.schedule.kinds
@@ -252,7 +252,7 @@ class StepModel:
             for name, live in self.schedule.peaks(self)
         }
 
-    @functools.cached_property
+    @cached_property
     def fullest(self) -> Kinds:
         """What is live at the moment with the most of it."""
         machine, chip = self.machine, self.machine.chip
@@ -263,7 +263,9 @@ class StepModel:
         )
 
         def highest() -> Kinds:
-            return max(self.peaks.values(), key=lambda kinds: sum(kinds.values()))
+            always, peaks = self.schedule.always(self), self.schedule.peaks(self)
+            _, live = max(peaks, key=lambda peak: sum(peak[1].values()))
+            return {kind: always.get(kind, 0) + live.get(kind, 0) for kind in self.schedule.kinds}
 
         return self._once(("fullest", chip.platform, by), highest)
 
@@ -273,6 +275,6 @@ class StepModel:
         model = self.workload.model
         return describe_padding(model, standard_rules(model, self.choice.sizes), self.choice.sizes)
 
-    @functools.cached_property
+    @cached_property
     def work(self) -> Work:
         return self.schedule.work(self)

@@ -5,10 +5,10 @@ lets them; ring steps while attention does. What tp sends is needed at once and 
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 
 from meshwright.audits import Collective
+from meshwright.lazy import cached_property
 from meshwright.planner import efficiency
 from meshwright.planner.links import Link, over, place_axes
 from meshwright.planner.step import StepModel, Work
@@ -37,7 +37,7 @@ class StepTime:
     """Seconds of each collective; what could hide how many of them."""
     hidden: Mapping[str, float]  # of the seconds that could hide, by what hides them, the share
 
-    @functools.cached_property
+    @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """With the seconds of each that compute hides."""
         return tuple(
@@ -50,7 +50,7 @@ class StepTime:
             for one, link, seconds, place, able in self.waits
         )
 
-    @functools.cached_property
+    @cached_property
     def sent(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of what is sent once, and of what each micro-batch sends: all, under "".
 

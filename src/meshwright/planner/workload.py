@@ -7,7 +7,6 @@ Settings stand in TrainConfig and EngineConfig alone: here is what follows from 
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -16,6 +15,7 @@ import numpy as np
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.launch import flat_settings
+from meshwright.lazy import cached_property
 from meshwright.machines import Machine
 from meshwright.meshes import STANDARD_AXES
 from meshwright.models import OFFLOAD, default_dtype, family_of, model_config, override
@@ -110,21 +110,21 @@ class Workload:
     def kind(self) -> Literal["train", "serve"]:
         return "train" if self.engine is None else "serve"
 
-    @functools.cached_property
+    @cached_property
     def batch(self) -> int:
         """Sequences of an optimizer step, over all devices and micro-batches."""
         return self.config.batch
 
-    @functools.cached_property
+    @cached_property
     def seq(self) -> int:
         return self.config.seq
 
-    @functools.cached_property
+    @cached_property
     def dtype(self) -> str:
         """Of matmuls."""
         return default_dtype(self.config.compute.dtype, self.machine.chip.platform)
 
-    @functools.cached_property
+    @cached_property
     def param_dtype(self) -> str:
         """Of the weights; with LoRA of the frozen ones, but for those that are quantized."""
         lora = self.config.lora
@@ -137,13 +137,13 @@ class Workload:
         """Of the matrices of the layers."""
         return self.config.lora.base if self.config.lora.quantizes else self.param_dtype
 
-    @functools.cached_property
+    @cached_property
     def moments_dtype(self) -> str:
         """The dtype that the optimizer's moments are kept in."""
         moments = self.config.optimizer.moments
         return self.config.compute.param_dtype if moments == AUTO else moments
 
-    @functools.cached_property
+    @cached_property
     def scan(self) -> bool:
         """Whether a loop runs over the layers; that of an engine and of PyTorch is none."""
         machine = self.machine
@@ -152,12 +152,12 @@ class Workload:
         )
         return loops and self.schedule.scans
 
-    @functools.cached_property
+    @cached_property
     def overlap(self) -> bool:
         """Whether a TPU is told to all-gather weights while it computes."""
         return overlap_choice(self.config.compute.overlap, self.machine.chip)[0]
 
-    @functools.cached_property
+    @cached_property
     def compiled(self) -> bool:
         """Whether torch.compile takes each block and the loss."""
         is_gpu = self.machine.chip.platform == "gpu"
@@ -172,7 +172,7 @@ class Workload:
         compute = self.config.compute
         return max(0, layers - 2 * compute.fp8_skips) if compute.matmul == "fp8" else 0
 
-    @functools.cached_property
+    @cached_property
     def sizes(self) -> ModelSizes:
         """Of the model."""
         return sizes_of(self.model, self.config.trainable, self.config.lora)
@@ -182,22 +182,22 @@ class Workload:
         """Whether a frozen model reads the batch too, as in DPO."""
         return self.engine is None and self.config.objective == DPO
 
-    @functools.cached_property
+    @cached_property
     def lengths(self) -> Mapping[str, int]:
         """The length of each field of a batch."""
         return field_lengths(self.model, self.seq, self.config.objective)
 
-    @functools.cached_property
+    @cached_property
     def flops(self) -> float:
         """Of an example, as its family counts them."""
         return float(family_of(self.model).flops(self.model, self.lengths))
 
-    @functools.cached_property
+    @cached_property
     def remat(self) -> Mapping[str, frozenset[str]]:
         """Remat policies of the model: the activations that each saves."""
         return self.schedule.remat(family_of(self.model).remat)
 
-    @functools.cached_property
+    @cached_property
     def schedule(self) -> "Schedule":
         from meshwright.planner.schedules import schedule_of  # which imports this module
 
@@ -211,12 +211,12 @@ class Workload:
         axes = dict(training_spec(self.config).resolve(self.machine.num_devices).axes)
         return Choice.of(**axes, **chosen)
 
-    @functools.cached_property
+    @cached_property
     def splits(self) -> dict[tuple[int, int], Any]:
         """How attention is split, by (tp, sp), as far as it was asked for (attention.splits_of)."""
         return self.once(("splits",), dict)
 
-    @functools.cached_property
+    @cached_property
     def kernels(self) -> dict[tuple[int, int, str], Any]:
         """The same of attention's kernels, by (tp, sp, strategy)."""
         return self.once(("kernels", self.machine.chip), dict)

@@ -4,19 +4,11 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from meshwright.data import (
-    OBJECTIVES,
-    EncoderDecoderObjective,
-    Mixture,
-    Tokenizer,
-    open_or_pack,
-    sentinel_top,
-    with_sources,
-)
+from meshwright.data import OBJECTIVES, EncoderDecoderObjective, Tokenizer, sentinel_top
 from meshwright.errors import MeshwrightError, one_of
 from meshwright.hub import MODEL, TOKENIZER, local_folder, pinned
 from meshwright.layouts import Rules, select_trainable
@@ -41,6 +33,9 @@ from meshwright.ops.attention import (
 )
 from meshwright.ops.attention import refusal as strategy_refusal
 from meshwright.training.config import TrainConfig
+
+if TYPE_CHECKING:
+    from meshwright.data import Mixture
 
 
 def model_of(config: TrainConfig) -> Any:
@@ -69,6 +64,8 @@ def weights_folder(config: TrainConfig) -> Path | None:
 
 def with_commits(config: TrainConfig) -> TrainConfig:
     """The settings with the commits of models and data on the Hub; models are downloaded."""
+    from meshwright.data import with_sources
+
     init = config.init_from
     weights_folder(config)
     return dataclasses.replace(
@@ -79,8 +76,10 @@ def with_commits(config: TrainConfig) -> TrainConfig:
     )
 
 
-def mixture_of(config: TrainConfig) -> Mixture:
+def mixture_of(config: TrainConfig) -> "Mixture":
     """The data of the settings; files are packed on first use, with the model's tokenizer."""
+    from meshwright.data import Mixture, open_or_pack
+
     folder = local_folder(config.model, TOKENIZER)
     init = None if config.init_from is None else local_folder(config.init_from, TOKENIZER)
     folders = (init, folder, folder.parent)

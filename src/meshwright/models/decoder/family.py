@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from meshwright.lazy import when_called
 from meshwright.models.blocks import REMAT
 from meshwright.models.decoder.architectures import ARCHITECTURES
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig, own_defaults
-from meshwright.models.decoder.forward import forward, lm_head, log_probs, loss
 from meshwright.models.decoder.hf_config import from_hf_config, to_hf_config
 from meshwright.models.decoder.hf_folder import hf_model
 from meshwright.models.decoder.kinds import FIELDS, LayerKind, field_defaults, field_of
@@ -20,9 +20,7 @@ from meshwright.models.decoder.override import longer, override
 from meshwright.models.decoder.presets import PRESETS
 from meshwright.models.decoder.rules import decoder_rules, serving_rules, t5x_rules
 from meshwright.models.decoder.sequence import sequence_split
-from meshwright.models.decoder.serving import prompt_keys, serving_adapter, serving_weights
 from meshwright.models.family import HuggingFace, ModelFamily, Serving
-from meshwright.models.states import PagedCache
 from meshwright.models.work import (
     Attention,
     Block,
@@ -172,6 +170,13 @@ def _window(config: DecoderConfig) -> int | None:
     return next((window for window in windows if window is not None), None)
 
 
+def _state(pools: list[jax.Array], tokens: Any, _: Any) -> Any:
+    from meshwright.models.states import PagedCache
+
+    return PagedCache(pools, tokens)
+
+
+_FORWARD, _SERVING = "meshwright.models.decoder.forward", "meshwright.models.decoder.serving"
 DECODER = ModelFamily(
     name="decoder",
     config=DecoderConfig,
@@ -181,10 +186,10 @@ DECODER = ModelFamily(
     t5x_rules=t5x_rules,
     batch_fields=("tokens", "targets", "segments", "positions"),
     objectives=("next-token", "dpo"),
-    loss=loss,
-    log_probs=log_probs,
-    forward=forward,
-    lm_head=lm_head,
+    loss=when_called(_FORWARD, "loss"),
+    log_probs=when_called(_FORWARD, "log_probs"),
+    forward=when_called(_FORWARD, "forward"),
+    lm_head=when_called(_FORWARD, "lm_head"),
     sequence_split=sequence_split,
     remat=REMAT,
     work=_work,
@@ -208,11 +213,11 @@ DECODER = ModelFamily(
     ),
     serving=Serving(
         rules=serving_rules,
-        weights=serving_weights,
+        weights=when_called(_SERVING, "serving_weights"),
         layers=lambda config: config.layers,
-        state=lambda pools, tokens, _: PagedCache(pools, tokens),
-        prompt_keys=prompt_keys,
-        adapter=serving_adapter,
+        state=_state,
+        prompt_keys=when_called(_SERVING, "prompt_keys"),
+        adapter=when_called(_SERVING, "serving_adapter"),
         window=_window,
         softcapped=lambda config: any(k.attention.softcap for k in config.pattern),
         sinks=lambda config: any(k.attention.sinks for k in config.pattern),

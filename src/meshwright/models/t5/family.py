@@ -5,19 +5,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.lazy import when_called
 from meshwright.models.activations import ActivationLayouts, attention_split
 from meshwright.models.blocks import REMAT
 from meshwright.models.family import HuggingFace, ModelFamily, Serving
 from meshwright.models.overrides import override_fields
 from meshwright.models.t5.arrays import abstract_arrays
 from meshwright.models.t5.config import T5Config
-from meshwright.models.t5.forward import forward, lm_head, loss
 from meshwright.models.t5.hf_config import ARCHITECTURE, MODEL_TYPE, from_hf_config, to_hf_config
 from meshwright.models.t5.hf_folder import hf_model
 from meshwright.models.t5.presets import PRESETS
 from meshwright.models.t5.rules import serving_rules, t5_rules, t5x_rules
-from meshwright.models.t5.serving import prompt_keys, serving_weights
-from meshwright.models.t5.state import T5PagedCache
 from meshwright.models.work import Attention, Stack, attention_block, mlp_block
 from meshwright.ops.attention import EVERYTHING, Mask, Split
 
@@ -69,6 +67,7 @@ def _to_dict(config: T5Config) -> dict[str, Any]:
     return data
 
 
+_FORWARD, _SERVING = "meshwright.models.t5.forward", "meshwright.models.t5.serving"
 T5 = ModelFamily(
     name="t5",
     config=T5Config,
@@ -78,9 +77,9 @@ T5 = ModelFamily(
     t5x_rules=t5x_rules,
     batch_fields=("encoder_tokens", "encoder_segments", "tokens", "targets"),
     objectives=("span-corruption", "prefix-lm", "examples"),
-    loss=loss,
-    forward=forward,
-    lm_head=lm_head,
+    loss=when_called(_FORWARD, "loss"),
+    forward=when_called(_FORWARD, "forward"),
+    lm_head=when_called(_FORWARD, "lm_head"),
     sequence_split=sequence_split,
     remat=REMAT,
     work=_work,
@@ -97,10 +96,10 @@ T5 = ModelFamily(
     ),
     serving=Serving(
         rules=serving_rules,
-        weights=serving_weights,
+        weights=when_called(_SERVING, "serving_weights"),
         layers=lambda config: config.decoder_layers,
-        state=T5PagedCache,
-        prompt_keys=prompt_keys,
+        state=when_called("meshwright.models.t5.state", "T5PagedCache"),
+        prompt_keys=when_called(_SERVING, "prompt_keys"),
         decoder_prompt=lambda config, prompt: (config.start_token,),
         biased=True,
     ),

@@ -8,40 +8,50 @@ ids, 0 is padding). Each device computes its own sequences and heads. Where devi
 (context parallelism), the methods are a ring, an all-gather of keys, or Ulysses (all-to-all).
 """
 
-from meshwright.ops.attention.attention import Segments, attention
-from meshwright.ops.attention.block import Call
-from meshwright.ops.attention.blockwise import BLOCK_QUERIES
-from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
-from meshwright.ops.attention.kernels import KERNELS, choose, explain_kernel
-from meshwright.ops.attention.mask import EVERYTHING, Mask
-from meshwright.ops.attention.order import from_zigzag, to_zigzag
-from meshwright.ops.attention.paged import (
-    CACHE_DTYPES,
-    attend_to_pages,
-    fill_pages,
-    paged_attention,
-)
-from meshwright.ops.attention.paged_kernels import (
-    PagedCall,
-    choose_paged,
-    most_pages,
-    not_for_triton,
-    pool_shape,
-)
-from meshwright.ops.attention.paged_tokens import PagedBias, PagedKeys, PagedTokens, page_size_of
-from meshwright.ops.attention.paged_triton import Heads, paged_decode, write_heads
-from meshwright.ops.attention.ring_steps import ring_steps_of
-from meshwright.ops.attention.splash import backward_kernels, query_gradients
-from meshwright.ops.attention.strategy import (
-    FLOPS_PER_BYTE,
-    STRATEGIES,
-    ContextParallel,
-    Split,
-    choose_strategy,
-    explain_strategy,
-    refusal,
-    sequence_order,
-)
+from typing import TYPE_CHECKING
+
+from meshwright.lazy import import_when_used
+
+if TYPE_CHECKING:
+    from meshwright.ops.attention.attention import Segments, attention
+    from meshwright.ops.attention.block import Call
+    from meshwright.ops.attention.blockwise import BLOCK_QUERIES
+    from meshwright.ops.attention.calls import calls_of, padding, slow_kernel
+    from meshwright.ops.attention.kernels import KERNELS, choose, explain_kernel
+    from meshwright.ops.attention.mask import EVERYTHING, Mask
+    from meshwright.ops.attention.order import from_zigzag, to_zigzag
+    from meshwright.ops.attention.paged import (
+        CACHE_DTYPES,
+        attend_to_pages,
+        fill_pages,
+        paged_attention,
+    )
+    from meshwright.ops.attention.paged_kernels import (
+        PagedCall,
+        choose_paged,
+        most_pages,
+        not_for_triton,
+        pool_shape,
+    )
+    from meshwright.ops.attention.paged_tokens import (
+        PagedBias,
+        PagedKeys,
+        PagedTokens,
+        page_size_of,
+    )
+    from meshwright.ops.attention.paged_triton import Heads, paged_decode, write_heads
+    from meshwright.ops.attention.ring_steps import ring_steps_of
+    from meshwright.ops.attention.splash import backward_kernels, query_gradients
+    from meshwright.ops.attention.strategy import (
+        FLOPS_PER_BYTE,
+        STRATEGIES,
+        ContextParallel,
+        Split,
+        choose_strategy,
+        explain_strategy,
+        refusal,
+        sequence_order,
+    )
 
 __all__ = [
     "BLOCK_QUERIES", "CACHE_DTYPES", "EVERYTHING", "FLOPS_PER_BYTE", "KERNELS", "STRATEGIES",
@@ -52,3 +62,5 @@ __all__ = [
     "paged_attention", "paged_decode", "pool_shape", "query_gradients", "refusal", "ring_steps_of",
     "sequence_order", "slow_kernel", "to_zigzag", "write_heads",
 ]  # fmt: skip
+
+import_when_used(__name__)
