@@ -170,6 +170,7 @@ MANY_PARAMETERS = {
     "ops/attention/ring_steps.py:gradients_of_ring_step": "a kernel: what a ring step holds",
     "ops/attention/attention.py:attention": "what models differ in, by keyword",
     "ops/attention/paged.py:paged_attention": "what models differ in, by keyword",
+    "ops/experts_triton.py:top_experts": "a kernel: what routers differ in, by keyword",
     "ops/cross_entropy.py:cross_entropy": "what models differ in, by keyword",
     "serving/model.py:load": "mw.load: settings of a user, by keyword",
     "planner/planner.py:plan": "mw.plan: settings of a user, by keyword",

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         split_axes,
         stacks,
         tie_gradients,
+        untyped,
         varying_like,
     )
     from meshwright.ops.cross_entropy import (
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     )
     from meshwright.ops.experts_triton import FEW_TOKENS, few_tokens_mlp, top_experts
     from meshwright.ops.experts_triton import unavailable as few_tokens_unavailable
-    from meshwright.ops.few_tokens import PartialSums, Squares, scale_for_norm
+    from meshwright.ops.few_tokens import PartialSums, Squares, scale_for_norm, scale_unavailable
     from meshwright.ops.float32_matmul import float32_matmul
     from meshwright.ops.fp8 import (
         COMPILER_OPTIONS,
@@ -78,9 +79,9 @@ __all__ = [
     "hashed", "is_hopper", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes",
     "normalize", "over_capacity", "over_chunks", "partial_sums", "plain_weights", "quantize",
     "quantized_spec", "reduce_part", "reduce_to", "relative_bias", "relative_bias_at",
-    "rows_per_token", "scale_for_norm", "scaled", "spec_of", "split_axes", "stacks", "switched_on",
-    "target_log_probs", "through_experts", "tie_gradients", "top_experts", "varying_like",
-    "weight_in_fp8",
+    "rows_per_token", "scale_for_norm", "scale_unavailable", "scaled", "spec_of", "split_axes",
+    "stacks", "switched_on", "target_log_probs", "through_experts", "tie_gradients", "top_experts",
+    "untyped", "varying_like", "weight_in_fp8",
 ]  # fmt: skip
 
 import_when_used(__name__)

@@ -18,8 +18,13 @@ from jax import lax
 
 from meshwright.ops.collectives import untyped
 
-SPAN = 128  # dims that a program reads, of one token
+_SPAN = 128  # dims that a program reads, of one token
 _WIDTH = 64  # outputs of a program
+
+
+def scale_unavailable(*sizes: int) -> str | None:
+    """Why `scale_for_norm` cannot be used for tokens or outputs of these sizes, or None."""
+    return f"{sizes} are not multiples of {_SPAN}" if any(size % _SPAN for size in sizes) else None
 
 
 @jax.tree_util.register_dataclass
@@ -71,11 +76,11 @@ def scale_for_norm(
     from jax.experimental.pallas import triton
 
     tokens, embed = x.shape
-    parts = embed // SPAN
+    parts = embed // _SPAN
     update = update.parts if isinstance(update, PartialSums) else update
     updates, weights = ([] if each is None else [each] for each in (update, weight))
     columns = 1 if weight is None else weight.shape[1] // _WIDTH
-    here = pl.BlockSpec((None, SPAN), lambda n, s, t: (t, s))
+    here = pl.BlockSpec((None, _SPAN), lambda n, s, t: (t, s))
     out_specs = [here, here, pl.BlockSpec((None, None), lambda n, s, t: (s, t))]
     out_shape = [
         jax.ShapeDtypeStruct(x.shape, x.dtype),
@@ -92,10 +97,10 @@ def scale_for_norm(
             grid=(columns, parts, tokens),
             in_specs=[
                 here,
-                pl.BlockSpec((SPAN,), lambda n, s, t: (s,)),
-                *(pl.BlockSpec((each.shape[0], None, SPAN), lambda n, s, t: (0, t, s))
+                pl.BlockSpec((_SPAN,), lambda n, s, t: (s,)),
+                *(pl.BlockSpec((each.shape[0], None, _SPAN), lambda n, s, t: (0, t, s))
                   for each in updates),
-                *(pl.BlockSpec((SPAN, _WIDTH), lambda n, s, t: (s, n)) for _ in weights),
+                *(pl.BlockSpec((_SPAN, _WIDTH), lambda n, s, t: (s, n)) for _ in weights),
             ],
             out_specs=out_specs,
             out_shape=out_shape,

@@ -15,9 +15,9 @@ The TPU compiler (libtpu 0.0.42, seen on v4, v5e, v5p and v6e, slices of 16 to 5
 - emits an all-reduce of shards in zeros instead of an all-gather of at most 16 MiB over all devices
   of a flat slice of 8x8 or 8x16, of one slice and of several; smaller slices and 16x16, whose links
   close into rings, all-gather. Not counted of an axis that continues in other slices;
-- emits an all-reduce, on v6e alone, for a table's gradient whose rows do not divide into blocks of
-  the size that it sends: a vocabulary of 151,936 = 128 · 1,187 with an embed below 2,560 over
-  fsdp=2 (see `rows_divide`);
+- emits an all-reduce, on v6e alone, for a table's gradient whose tokens do not divide into blocks
+  of the size that it sends: a vocabulary of 151,936 = 128 · 1,187 with an embed below 2,560 over
+  fsdp=2 (see `table_divides`);
 - does the same with the embedding's gradient where an encoder and a decoder look it up, unless it
   is scattered along a dim of its own. What it would all-reduce because of its shape always is
   (ops.stacks);
@@ -69,17 +69,17 @@ def pads_shards(ways: int, machine: Machine) -> bool:
     return len(machine.shape) == 2 and not all(machine.wraps[:2])
 
 
-def rows_divide(rows: int, width: int, ways: int) -> bool:
-    """Whether rows of `width` bytes divide into blocks that v6e's compiler scatters, of 8n rows.
+def table_divides(vocab: int, width: int, ways: int) -> bool:
+    """Whether `vocab` tokens of `width` bytes are blocks of 8n tokens that v6e's compiler scatters.
 
     From 39 reduce-scatters compiled alone over 2, 4 and 8 devices, of which two with 8 disagree:
     blocks of 0.63, 1 and 1.5 MiB were scattered, of 0.59, 0.94 and 1.25 not, nor were 4.9 MiB.
 
-    >>> [rows_divide(151_936, 2 * embed, ways=2) for embed in (2048, 2560)]
+    >>> [table_divides(151_936, 2 * embed, ways=2) for embed in (2048, 2560)]
     [False, True]
     """
     least = {2: 5, 4: 8}.get(ways, 12) * 2**17
-    return any(least <= 8 * each * width < 4.75 * 2**20 for each in divisors(rows // 8))
+    return any(least <= 8 * each * width < 4.75 * 2**20 for each in divisors(vocab // 8))
 
 
 def all_reduces(choice: Choice, machine: Machine) -> bool:
@@ -158,7 +158,7 @@ def _program(step: StepModel) -> _Program:
         summed = {("embedding gradient", axis) for axis in ("fsdp", "sp", "ep")}
     elif machine.chip.kind == "v6e":
         width = ITEM_BYTES[workload.dtype] * workload.sizes.embed
-        if not rows_divide(step.device.padded_vocab // choice.tensor, width, choice.size("fsdp")):
+        if not table_divides(step.device.padded_vocab // choice.tensor, width, choice.size("fsdp")):
             summed = {("embedding gradient", "fsdp")}
     scattered = {axis: scattered_by(choice.size(axis), machine) for axis in ("fsdp", "sp", "ep")}
     across = _across(choice, machine)

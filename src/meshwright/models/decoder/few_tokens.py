@@ -25,8 +25,10 @@ from meshwright.ops import (
     few_tokens_unavailable,
     nontrivial_axes,
     scale_for_norm,
+    scale_unavailable,
     spec_of,
     top_experts,
+    untyped,
 )
 from meshwright.ops.attention import (
     Heads,
@@ -36,8 +38,6 @@ from meshwright.ops.attention import (
     paged_decode,
     write_heads,
 )
-from meshwright.ops.collectives import untyped
-from meshwright.ops.few_tokens import SPAN
 
 _MOST_TOKENS = 2  # of the smallest program; more were not measured
 EXPERT_MATRICES = ("gate", "up", "down")
@@ -105,7 +105,7 @@ class DecodeStep:
             (kind.norm.kind == "rms" and not kind.norm.bias, "its norm is not an RMS norm"),
             (kind.norm_places == "before" and not kind.parallel, "norms are not before each block"),
             (kind.residual_scale == 1, "updates are scaled"),
-            (not any(size % SPAN for size in sizes), f"{sizes} are not multiples of {SPAN}"),
+            ((unscaled := scale_unavailable(*sizes)) is None, unscaled),
             *conditions,
         )
         why = next((why for holds, why in every if not holds), None)

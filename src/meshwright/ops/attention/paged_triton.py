@@ -207,14 +207,14 @@ def write_heads(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    tokens, kv_heads, rows, head_dim = heads.products.shape
-    group, half, squares = rows - 2, head_dim // 2, heads.squares
+    tokens, kv_heads, members, head_dim = heads.products.shape
+    group, half, squares = members - 2, head_dim // 2, heads.squares
     arrays = [heads.products, squares.parts, *heads.tables, *heads.norms, pages, places, pool]
 
     def kernel(product_ref: Any, square_ref: Any, cos_ref: Any, sin_ref: Any, *refs: Any) -> None:
         *norm_refs, page_ref, place_ref, _, q_ref, pool_ref = refs
-        row, head = pl.program_id(0), pl.program_id(1)
-        is_query, is_value = row < group, row == group + 1
+        member, head = pl.program_id(0), pl.program_id(1)
+        is_query, is_value = member < group, member == group + 1
         factor, cos, sin = squares.factor(square_ref), cos_ref[...], sin_ref[...]
         dims = [pl.ds(0, half), pl.ds(half, half)]
         x = [product_ref[dim].astype(jnp.float32) * factor for dim in dims]
@@ -232,28 +232,30 @@ def write_heads(
         page = page_ref[()] + is_value.astype(jnp.int32) * (pool.shape[0] // 2)
         for part, plain, dim in zip(rotated, x, dims, strict=True):
             value = jnp.where(is_value, plain, part).astype(pool.dtype)
-            masks = [jnp.broadcast_to(kind, value.shape) for kind in (row < group, row >= group)]
-            triton.store(q_ref.at[jnp.minimum(row, group - 1), dim], value, mask=masks[0])
+            masks = [
+                jnp.broadcast_to(kind, value.shape) for kind in (member < group, member >= group)
+            ]
+            triton.store(q_ref.at[jnp.minimum(member, group - 1), dim], value, mask=masks[0])
             triton.store(pool_ref.at[page, place_ref[()], head, dim], value, mask=masks[1])
 
     def run(*arrays: jax.Array) -> Any:
-        number = pl.BlockSpec((None,), lambda r, h, t: (t,))
+        number = pl.BlockSpec((None,), lambda m, h, t: (t,))
         of_squares = pl.next_power_of_2(squares.parts.shape[0]), None
-        of_pool = pl.BlockSpec(pool.shape, lambda r, h, t: (0,) * 4)
+        of_pool = pl.BlockSpec(pool.shape, lambda m, h, t: (0,) * 4)
         return pl.pallas_call(
             kernel,
-            grid=(rows, kv_heads, tokens),
+            grid=(members, kv_heads, tokens),
             in_specs=[
-                pl.BlockSpec((None, None, None, head_dim), lambda r, h, t: (t, h, r, 0)),
-                pl.BlockSpec(of_squares, lambda r, h, t: (0, t)),
-                *(pl.BlockSpec((None, half), lambda r, h, t: (t, 0)) for _ in heads.tables),
-                *(pl.BlockSpec((head_dim,), lambda r, h, t: (0,)) for _ in heads.norms),
+                pl.BlockSpec((None, None, None, head_dim), lambda m, h, t: (t, h, m, 0)),
+                pl.BlockSpec(of_squares, lambda m, h, t: (0, t)),
+                *(pl.BlockSpec((None, half), lambda m, h, t: (t, 0)) for _ in heads.tables),
+                *(pl.BlockSpec((head_dim,), lambda m, h, t: (0,)) for _ in heads.norms),
                 number,
                 number,
                 of_pool,
             ],
             out_specs=[
-                pl.BlockSpec((None, None, group, head_dim), lambda r, h, t: (t, h, 0, 0)),
+                pl.BlockSpec((None, None, group, head_dim), lambda m, h, t: (t, h, 0, 0)),
                 of_pool,
             ],
             out_shape=[
