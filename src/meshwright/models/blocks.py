@@ -63,18 +63,26 @@ REMAT: dict[str, frozenset[str]] = {
 
 
 def through_layers(
-    pattern: Sequence[Layer], x: jax.Array, weights: Any, states: Any, compute: Compute
+    pattern: Sequence[Layer],
+    x: jax.Array,
+    weights: Any,
+    states: Any,
+    compute: Compute,
+    encoded: bool = False,
 ) -> tuple[jax.Array, Update | None, Any]:
     """x through all layers, the update still to be added (or None), and what the layers keep.
 
     Layer i runs `pattern[i % len(pattern)]`. `weights` have one entry per layer, or are stacked,
     dim `layers` first; for a loop over several kinds, see `by_period`. `states`, in an engine, have
-    one entry per layer. What the layers keep is a list; of a loop, of stacks.
+    one entry per layer. What the layers keep is a list; of a loop, of stacks. `encoded`: layers
+    multiply weights with something that is not among their arguments, as the encoder's tokens.
     """
     checkpointed = functools.partial(jax.checkpoint, policy=remat_policy(compute.remat, REMAT))
     if not compute.scan:
         weights = weights if isinstance(weights, list) else _unstack(weights)
-        held = (True, True, _held_in_backward(weights[0], compute), True)  # layer's arguments
+        hold = encoded or _held_in_backward(weights[0], compute)
+        # of a layer's arguments; a tuple holds nothing that is not among them
+        held = True if hold else (True, True, False, True)
         layers = [checkpointed(layer, prevent_cse=held) for layer in pattern]
         update, kept = None, []
         states = [None] * len(weights) if states is None else states
@@ -110,9 +118,9 @@ def through_layers(
 def _held_in_backward(weights: Params, compute: Compute) -> bool:
     """Whether an unrolled backward pass must compute again what it needs of the weights alone.
 
-    It must where weights are all-gathered or converted: XLA would keep the results of all layers.
-    Elsewhere the barrier for it only copies each layer's weights out of the stack, where XLA lets
-    kernels read them (jax 0.11.2).
+    It must where weights are converted, or all-gathered over axes of the tokens: XLA would keep
+    the results of all layers. Elsewhere the barrier for it only copies each layer's weights out of
+    the stack, where XLA lets kernels read them (jax 0.11.2).
     """
     arrays = jax.tree.leaves(weights, is_leaf=lambda w: not isinstance(w, dict))
     is_converted = not all(isinstance(w, jax.Array) for w in arrays)
@@ -226,7 +234,7 @@ def _split_ends(weights: Params, ends: int) -> tuple[Params, Params, Params]:
 def add_update(x: jax.Array, update: Update) -> jax.Array:
     """The residual stream [batch, length, embed] with an update, which may be partial sums."""
     if isinstance(update, PartialSums):
-        return (x + update.total()[None]).astype(x.dtype)
+        return (x.astype(jnp.float32) + update.total()[None]).astype(x.dtype)
     return x + update
 
 

@@ -134,3 +134,21 @@ SLOW = (
 def test_loss_and_gradients_are_those_of_one_device(case: str) -> None:
     config, mesh, rules, options = CASES[case]
     check(config, mesh, rules, **options)
+
+
+def test_the_backward_pass_computes_the_keys_of_encoded_tokens_again() -> None:
+    """They come of weights and of what is no argument of a layer, which must be held apart too."""
+    mesh = mw.mesh("dp=1,fsdp=1,tp=1,sp=1", devices=jax.devices()[:1], axis_types="explicit")
+    with jax.set_mesh(mesh):
+        compute = Compute(t5_rules(), remat="full", scan=False)
+
+        def total(params: Any) -> jax.Array:
+            scale = jnp.float32(1 / 50)
+            return loss(params, batch(), scale, CONFIG, compute, LossConfig()).total(scale)
+
+        params = some_values(abstract_arrays(CONFIG))
+        text = jax.jit(jax.grad(total)).lower(params).as_text()
+    encoded, weight = "tensor<8x16x16xf32>", "tensor<16x4x4xf32>"
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    held = [line for line in barriers if encoded in line and weight in line]
+    assert len(held) >= CONFIG.decoder_layers

@@ -120,7 +120,7 @@ def forward(
     x = embed(table, batch["tokens"], layouts.residual)
     weights = layer_weights(params, "decoder", config, compute, batch)
     pools = None if state is None else state.layers
-    x, update, kept = through_layers([layer], x, weights, pools, compute)
+    x, update, kept = through_layers([layer], x, weights, pools, compute, encoded=True)
     x = last_norm(x, update, stack, norm, compute)
     x = x * config.embed**-0.5 if config.scaled_output else x
     return x, None if state is None else state.updated(kept)
