@@ -33,7 +33,7 @@ from meshwright.models import (
     target_weight,
 )
 from meshwright.ops import COMPILER_OPTIONS as FP8_OPTIONS
-from meshwright.ops import current_platform
+from meshwright.ops import current_platform, group_alignment
 from meshwright.training.compute import check_balance
 from meshwright.training.config import DpoConfig
 from meshwright.training.dpo import dpo_loss, pair_count, reference_params, with_answers
@@ -259,16 +259,19 @@ def _written_once(gradient: Any, by_layer: Any) -> Any:
 
 
 def _written_by_layer(arrays: Any, compute: Compute) -> Any:
-    """Of each trained array: whether kernels of our own write its gradient, layer by layer.
+    """Of each trained array: whether our kernel for experts writes its gradient, layer by layer.
 
     XLA casts nothing within such a kernel, and reads the layers where they are: a barrier, or a
     norm of all layers together, would only make it write them again as one array.
     """
-    unrolled_on_gpu = not compute.scan and current_platform() in ("gpu", "cuda")
-    return jax.tree.map(
-        lambda spec: unrolled_on_gpu and spec.kind == "expert" and spec.dims[0] == "layers",
-        trained_specs(arrays),
-    )
+    apart = not compute.scan and not compute.layouts.weight_axes
+
+    def by_kernel(spec: ArraySpec) -> bool:
+        if not apart or spec.kind != "expert" or spec.dims[0] != "layers":
+            return False
+        return group_alignment(compute.dtype, *spec.shape[2:])[0] > 1
+
+    return jax.tree.map(by_kernel, trained_specs(arrays))
 
 
 def _before_it_is_added(gradient: Any, specs: Any) -> Any:
