@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from meshwright.models import Compute, DecoderConfig, serving_of
-from meshwright.models.decoder import few_tokens
-from meshwright.models.decoder.few_tokens import DecodeStep, attention_block, experts_block
+from meshwright.models.decoder import decode_step
+from meshwright.models.decoder.decode_step import DecodeStep, attention_block, experts_block
 from meshwright.models.decoder.kinds import with_fields
 from meshwright.models.decoder.layer import TokenContext, run_layer
 from meshwright.models.states import PagedCache
@@ -113,7 +113,8 @@ def test_they_compute_what_a_layer_does(parts: int, has_norms: bool) -> None:
 def test_a_layer_that_they_do_not_support_has_a_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(few_tokens, "few_tokens_unavailable", lambda *_: None)
+    monkeypatch.setattr(decode_step, "few_tokens_unavailable", lambda *_: None)
+    decode_step._log_once.cache_clear()
     caplog.set_level("INFO", "meshwright")
     w = _layer(np.random.default_rng(0), jnp.bfloat16)
     nothing = jnp.zeros(0, jnp.int32)

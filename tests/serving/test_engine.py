@@ -17,6 +17,9 @@ from tests.serving.models import BASE, KINDS, whole_logits
 
 from meshwright.data.tokenizers import HuggingFaceTokenizer
 from meshwright.errors import MeshwrightError
+from meshwright.models import DecoderConfig
+from meshwright.models.decoder import decode_step, layer
+from meshwright.ops import PartialSums
 from meshwright.serving import (
     Delta,
     Engine,
@@ -107,6 +110,34 @@ def test_one_sequence_in_a_program_of_two_as_on_gpus(
     monkeypatch.setattr(Programs, "batches", (2,))
     with on_demand(model, max_batch=1, batch_buckets=None) as engine:
         check_logprobs(engine, model, PROMPTS[:2])
+
+
+@pytest.mark.parametrize("more", [{"experts": 64, "experts_per_token": 4}, {"sliding_window": 5}])
+def test_so_they_do_by_the_kernels_of_a_decode_step(
+    more: dict[str, Any], random_model: RandomModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interpreted, and taken in place of all that a GPU's step is asked for."""
+    blocks: list[tuple[str, type]] = []
+
+    def interpreted(block: Any) -> Any:
+        def run(x: Any, update: Any, *arrays: Any) -> Any:
+            blocks.append((block.__name__, type(update)))
+            return block(x, update, *arrays, interpret=True)
+
+        return run
+
+    monkeypatch.setattr(decode_step, "current_platform", lambda: "gpu")
+    monkeypatch.setattr(decode_step.DecodeStep, "_runs", lambda *_: True)
+    for name in ("attention_block", "experts_block"):
+        monkeypatch.setattr(layer, name, interpreted(getattr(decode_step, name)))
+    config = DecoderConfig(64, 2, 128, 4, 2, 32, 128, max_seq=256, qk_norm=True, **more)
+    model = random_model(config, generation_mesh())
+    with on_demand(model, max_batch=2, batch_buckets=None) as engine:
+        check_logprobs(engine, model, PROMPTS[:2])
+    of_updates = dict.fromkeys(blocks)
+    assert ("attention_block", type(None)) in of_updates
+    assert (("attention_block", PartialSums) in of_updates) == ("experts" in more)
+    assert any(name == "experts_block" for name, _ in of_updates) == ("experts" in more)
 
 
 @pytest.mark.parametrize(

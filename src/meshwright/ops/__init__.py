@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     )
     from meshwright.ops.experts_triton import FEW_TOKENS, few_tokens_mlp, top_experts
     from meshwright.ops.experts_triton import unavailable as few_tokens_unavailable
-    from meshwright.ops.few_tokens import PartialSums, Squares, scale_for_norm, scale_unavailable
     from meshwright.ops.float32_matmul import float32_matmul
     from meshwright.ops.fp8 import (
         COMPILER_OPTIONS,
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     )
     from meshwright.ops.relative_bias import relative_bias, relative_bias_at
     from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
+    from meshwright.ops.split_norm import PartialSums, Squares, scale_for_norm, scale_unavailable
 
 __all__ = [
     "COMPILER_OPTIONS", "EXCHANGES", "FEW_TOKENS", "IGNORED", "NF4", "NF4_BLOCK",

@@ -20,8 +20,8 @@ from jax import lax
 
 from meshwright.ops.attention.paged_triton import unavailable as no_triton
 from meshwright.ops.collectives import current_platform, untyped
-from meshwright.ops.few_tokens import PartialSums, Squares
 from meshwright.ops.quantized import Quantized
+from meshwright.ops.split_norm import PartialSums, Squares
 
 FEW_TOKENS = 128  # more take longer to multiply than to read
 _FEWEST = 16  # tokens that a tensor core's matmul takes
@@ -226,7 +226,8 @@ def _widest(dim: int) -> int:
 def _parts(programs: int, height: int, itemsize: int) -> int:
     """Into how many sums over experts the result is split, to keep the device busy.
 
-    Of one sequence's experts each has a part: they are half of the programs, as a step has two.
+    Two tokens with k experts each have 2 · k programs. One of them is padding where a sequence is
+    alone, so k parts are enough.
     """
     return min(programs, 16 if programs > 16 and (height <= 32 or itemsize == 1) else 8)
 

@@ -23,7 +23,7 @@ _WIDTH = 64  # outputs of a program
 
 
 def scale_unavailable(*sizes: int) -> str | None:
-    """Why `scale_for_norm` cannot be used for tokens or outputs of these sizes, or None."""
+    """Why `scale_for_norm` cannot be used for tokens of these sizes, or None."""
     return f"{sizes} are not multiples of {_SPAN}" if any(size % _SPAN for size in sizes) else None
 
 

@@ -49,14 +49,15 @@ class DecodeStep:
     """A step that decodes so few tokens that their blocks may have these kernels."""
 
     tokens: PagedTokens
-    tables: tuple[jax.Array, jax.Array]  # of rotary positions: [1, tokens, 1, head_dim / 2]
+    # of rotary positions, if there are any: [1, tokens, 1, head_dim / 2]
+    tables: tuple[jax.Array, jax.Array] | None
 
     @classmethod
     def of(cls, tokens: PagedTokens, tables: Any) -> "DecodeStep | None":
         """The step of these tokens, or None: with chunks of prompts it is another."""
         count = tokens.positions.size
         in_gpu = current_platform() in ("gpu", "cuda") and not nontrivial_axes()
-        if tables is None or tokens.starts.size or not 0 < count <= _MOST_TOKENS or not in_gpu:
+        if tokens.starts.size or not 0 < count <= _MOST_TOKENS or not in_gpu:
             return None
         return cls(tokens, tables)
 
@@ -93,19 +94,19 @@ class DecodeStep:
         self, block: str, w: Params, matrices: Sequence[str], kind: LayerKind, compute: Compute,
         sizes: tuple[int, ...], *conditions: tuple[bool, str | None],
     ) -> bool:  # fmt: skip
-        sizes = (*sizes, *(w["norm"].shape if "norm" in w else ()))
+        embed = w["norm"].shape if "norm" in w else ()
         are_plain = all(
             isinstance(w.get(name), jax.Array) and w[name].dtype == compute.dtype
             for name in matrices
         )
-        why = few_tokens_unavailable(self.tokens.positions.size, compute.dtype, *sizes)
+        why = few_tokens_unavailable(self.tokens.positions.size, compute.dtype, *sizes, *embed)
         every = (
             (why is None, why),
             (are_plain, "weights are adapted, quantized, apart or of another dtype"),
             (kind.norm.kind == "rms" and not kind.norm.bias, "its norm is not an RMS norm"),
             (kind.norm_places == "before" and not kind.parallel, "norms are not before each block"),
             (kind.residual_scale == 1, "updates are scaled"),
-            ((unscaled := scale_unavailable(*sizes)) is None, unscaled),
+            ((unscaled := scale_unavailable(*embed)) is None, unscaled),
             *conditions,
         )
         why = next((why for holds, why in every if not holds), None)

@@ -27,8 +27,8 @@ from meshwright.models.blocks import (
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.arrays import abstract_arrays
 from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.decode_step import DecodeStep
 from meshwright.models.decoder.experts import with_router_losses
-from meshwright.models.decoder.few_tokens import DecodeStep
 from meshwright.models.decoder.kinds import LayerKind
 from meshwright.models.decoder.layer import TokenContext, run_layer
 from meshwright.models.decoder.sequence import SequencePlan, sequence_plan

@@ -21,8 +21,8 @@ from meshwright.models.blocks import (
     project,
 )
 from meshwright.models.compute import Compute
+from meshwright.models.decoder.decode_step import DecodeStep, attention_block, experts_block
 from meshwright.models.decoder.experts import RouterSums, mixture
-from meshwright.models.decoder.few_tokens import DecodeStep, attention_block, experts_block
 from meshwright.models.decoder.kinds import LayerKind
 from meshwright.models.decoder.latent import latent_heads
 from meshwright.ops import add_bias, all_gather, normalize

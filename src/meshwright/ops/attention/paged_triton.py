@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.ops.collectives import untyped
-from meshwright.ops.few_tokens import Squares
+from meshwright.ops.split_norm import Squares
 
 QUERIES = 16  # fewest that a tensor core's matmul takes
 _PROGRAMS = 528  # four on each of an H100's multiprocessors
