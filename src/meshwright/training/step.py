@@ -253,9 +253,9 @@ def _written_once(gradient: Any, by_layer: Any) -> Any:
     """
     if current_platform() not in ("gpu", "cuda"):
         return gradient
-    return jax.tree.map(
-        lambda g, apart: g if apart else lax.optimization_barrier(g), gradient, by_layer
-    )
+    held = jax.tree.map(lambda apart, g: None if apart else g, by_layer, gradient)
+    held = lax.optimization_barrier(held)  # one for all, as the norm needs all
+    return jax.tree.map(lambda apart, *pair: pair[not apart], by_layer, gradient, held)
 
 
 def _written_by_layer(arrays: Any, compute: Compute) -> Any:
