@@ -99,8 +99,10 @@ def top_experts(
         ranked = jnp.where(inside, ranked, -jnp.inf)
         chosen, weights = jnp.zeros_like(columns), jnp.zeros(columns.shape, jnp.float32)
         for place in range(per_token):
-            best = jnp.min(jnp.where(ranked == jnp.max(ranked, axis=0), numbers, experts), axis=0)
-            score = jnp.sum(jnp.where(numbers == best, scores, 0.0), axis=0)
+            score = jnp.max(ranked, axis=0)
+            best = jnp.min(jnp.where(ranked == score, numbers, experts), axis=0)
+            if bias_ref:
+                score = jnp.sum(jnp.where(numbers == best, scores, 0.0), axis=0)
             ranked = jnp.where(numbers == best, -jnp.inf, ranked)
             chosen = jnp.where(columns == place, best, chosen)
             weights = jnp.where(columns == place, score, weights)
@@ -206,7 +208,7 @@ class _Blocks:
 
 def _hidden_blocks(height: int, embed: int, mlp: int, itemsize: int) -> _Blocks:
     if height == _FEWEST:
-        return _Blocks(_BLOCK, _widest(embed), 4)
+        return _Blocks(_BLOCK, _BLOCK, 4, 8) if itemsize > 1 else _Blocks(_BLOCK, _widest(embed), 4)
     if itemsize == 1:
         return _Blocks(_widest(mlp) if height <= 64 else _BLOCK, _BLOCK, 4, 3)
     return _Blocks(_widest(mlp), _BLOCK, 8 if height > 32 else 4)

@@ -3,7 +3,7 @@
 Such a step takes as long as its weights are read, and each further kernel takes a microsecond or
 more. So the norm before a block is in two parts: `scale_for_norm` before the matmul, and a factor
 in the kernel after it, which also does all that is done to heads, or chooses the experts. What
-experts add stays partial sums, which the next layer's norm adds up.
+heads and experts add stays partial sums, which the next norm adds up.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec as P
 
-from meshwright.models.blocks import Params, Update, activate, attention_output, project
+from meshwright.models.blocks import Params, Update, activate, project
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.kinds import LayerKind
 from meshwright.ops import (
@@ -33,9 +33,10 @@ from meshwright.ops import (
 from meshwright.ops.attention import (
     Heads,
     PagedTokens,
+    decode_parts,
     not_for_triton,
     page_size_of,
-    paged_decode,
+    product_of_parts,
     write_heads,
 )
 
@@ -145,16 +146,20 @@ def attention_block(
         heads = Heads(products[0], squares, jax.tree.map(lambda table: table[0, :, 0], at), norms)
         pages, places = tokens.slots(page_size_of(pool))
         q, pool = write_heads(heads, pool, pages, places, interpret)
-        run = functools.partial(paged_decode, window=kind.attention.window, interpret=interpret)
-        mixed, _ = untyped(run, q, pool, tokens.tables, tokens.positions + 1)
-        return mixed[None], pool
+
+        def run(q: jax.Array, pool: jax.Array, wo: jax.Array, *of_tokens: jax.Array) -> PartialSums:
+            window = kind.attention.window
+            parts = decode_parts(q, pool, *of_tokens, window=window, interpret=interpret)
+            return product_of_parts(parts, wo, interpret)
+
+        return untyped(run, q, pool, w["wo"], tokens.tables, tokens.positions + 1), pool
 
     layouts = compute.layouts
     x, scaled, squares = _on_device(normed, x, update, w["norm"])
     target = P(*layouts.kv_heads.partitions[:3], None, None)
     products = project("ble,ekgd->blkgd", scaled, w["wqkv"], target, compute)
-    mixed, pool = _on_device(attend, products, squares, w, pool, step.tokens, step.tables)
-    return x, attention_output(mixed, w, compute), pool
+    added, pool = _on_device(attend, products, squares, w, pool, step.tokens, step.tables)
+    return x, added, pool
 
 
 def experts_block(

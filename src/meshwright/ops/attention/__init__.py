@@ -39,7 +39,13 @@ if TYPE_CHECKING:
         PagedTokens,
         page_size_of,
     )
-    from meshwright.ops.attention.paged_triton import Heads, paged_decode, write_heads
+    from meshwright.ops.attention.paged_triton import (
+        Heads,
+        decode_parts,
+        paged_decode,
+        product_of_parts,
+        write_heads,
+    )
     from meshwright.ops.attention.ring_steps import ring_steps_of
     from meshwright.ops.attention.splash import backward_kernels, query_gradients
     from meshwright.ops.attention.strategy import (
@@ -57,10 +63,11 @@ __all__ = [
     "BLOCK_QUERIES", "CACHE_DTYPES", "EVERYTHING", "FLOPS_PER_BYTE", "KERNELS", "STRATEGIES",
     "Call", "ContextParallel", "Heads", "Mask", "PagedBias", "PagedCall", "PagedKeys",
     "PagedTokens", "Segments", "Split", "attend_to_pages", "attention", "backward_kernels",
-    "calls_of", "choose", "choose_paged", "choose_strategy", "explain_kernel", "explain_strategy",
-    "fill_pages", "from_zigzag", "most_pages", "not_for_triton", "padding", "page_size_of",
-    "paged_attention", "paged_decode", "pool_shape", "query_gradients", "refusal", "ring_steps_of",
-    "sequence_order", "slow_kernel", "to_zigzag", "write_heads",
+    "calls_of", "choose", "choose_paged", "choose_strategy", "decode_parts", "explain_kernel",
+    "explain_strategy", "fill_pages", "from_zigzag", "most_pages", "not_for_triton", "padding",
+    "page_size_of", "paged_attention", "paged_decode", "pool_shape", "product_of_parts",
+    "query_gradients", "refusal", "ring_steps_of", "sequence_order", "slow_kernel", "to_zigzag",
+    "write_heads",
 ]  # fmt: skip
 
 import_when_used(__name__)

@@ -14,15 +14,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshwright.ops.collectives import untyped
-from meshwright.ops.split_norm import Squares
+from meshwright.ops.split_norm import PartialSums, Squares
 
 QUERIES = 16  # fewest that a tensor core's matmul takes
 _PROGRAMS = 528  # four on each of an H100's multiprocessors
-_FEWEST_PAGES = 2  # of a program, of the longest sequence
+_FEWEST_PAGES = 1  # of a program, of the longest sequence
 _MOST_SPLITS = 128  # whose outputs a program merges in registers
+_COLUMNS = 128  # at least, of the matrix that a program of `product_of_parts` reads
 _LOWEST = -1e30  # less than any score
 
 
@@ -50,6 +52,29 @@ def paged_decode(
     them. `lengths` [batch] are its tokens, at least 1. With a window, the last tokens only. The
     result is the output and the log-sum-exp of its scores [batch, heads].
     """
+    parts = decode_parts(q, pool, tables, lengths, window=window, interpret=interpret)
+    return _merged(parts, q.dtype, interpret)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What the programs of a sequence found, each of its own pages."""
+
+    out: jax.Array  # [splits, batch, heads, head_dim]
+    lse: jax.Array  # [splits, batch, heads]: the log-sum-exp of their scores
+
+
+def decode_parts(
+    q: jax.Array,
+    pool: jax.Array,
+    tables: jax.Array,
+    lengths: jax.Array,
+    *,
+    window: int | None = None,
+    interpret: bool = False,
+) -> Parts:
+    """`paged_decode` before the outputs of several programs for a sequence are merged."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -87,55 +112,108 @@ def paged_decode(
             interpret=interpret,
             name="paged_decode",
         )(grouped, pool, tables, lengths)
-        out, lse = (x.reshape(splits, batch, heads, *x.shape[4:]) for x in (out, lse))
-        if splits == 1:
-            return out[0], lse[0]
-        return _merged(out, lse, q.dtype, interpret)
+    out, lse = (x.reshape(splits, batch, heads, *x.shape[4:]) for x in (out, lse))
+    return Parts(out, lse)
 
 
-def _merged(
-    out: jax.Array, lse: jax.Array, dtype: Any, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Outputs [splits, batch, heads, head_dim] and their log-sum-exps as one; by one kernel."""
+def _merged(parts: Parts, dtype: Any, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """The output [batch, heads, head_dim] and its log-sum-exp, of all parts; by one kernel."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    splits, batch, heads, head_dim = out.shape
+    splits, batch, heads, head_dim = parts.out.shape
+    if splits == 1:
+        return parts.out[0], parts.lse[0]
     many = pl.next_power_of_2(splits)
 
     def kernel(out_ref: Any, lse_ref: Any, merged_ref: Any, total_ref: Any) -> None:
-        inside = jnp.arange(many) < splits
-        each = triton.load(lse_ref.at[...], mask=inside, other=_LOWEST)
-        most = jnp.max(each, axis=0)
-        weights = jnp.where(inside, jnp.exp(each - most), 0.0)
-        total = jnp.sum(weights, axis=0)
-        parts = triton.load(
-            out_ref.at[...], mask=jnp.broadcast_to(inside[:, None], out_ref.shape), other=0.0
-        )
-        merged = jnp.sum(parts * weights[:, None], axis=0) / total
+        merged, total_ref[()] = _of_parts(out_ref, lse_ref, splits)
         merged_ref[...] = merged.astype(merged_ref.dtype)
-        total_ref[()] = most + jnp.log(total)
 
-    merged, total = pl.pallas_call(
-        kernel,
-        grid=(batch, heads),
-        in_specs=[
-            pl.BlockSpec((many, None, None, head_dim), lambda b, h: (0, b, h, 0)),
-            pl.BlockSpec((many, None, None), lambda b, h: (0, b, h)),
-        ],
-        out_specs=[
-            pl.BlockSpec((None, None, head_dim), lambda b, h: (b, h, 0)),
-            pl.BlockSpec((None, None), lambda b, h: (b, h)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, heads, head_dim), dtype),
-            jax.ShapeDtypeStruct((batch, heads), jnp.float32),
-        ],
-        compiler_params=triton.CompilerParams(num_warps=max(1, many // 16), num_stages=1),
-        interpret=interpret,
-        name="paged_decode_merged",
-    )(out, lse)
+    with warnings.catch_warnings():  # that this backend will be removed
+        warnings.simplefilter("ignore", DeprecationWarning)
+        merged, total = pl.pallas_call(
+            kernel,
+            grid=(batch, heads),
+            in_specs=[
+                pl.BlockSpec((many, None, None, head_dim), lambda b, h: (0, b, h, 0)),
+                pl.BlockSpec((many, None, None), lambda b, h: (0, b, h)),
+            ],
+            out_specs=[
+                pl.BlockSpec((None, None, head_dim), lambda b, h: (b, h, 0)),
+                pl.BlockSpec((None, None), lambda b, h: (b, h)),
+            ],
+            out_shape=[
+                jax.ShapeDtypeStruct((batch, heads, head_dim), dtype),
+                jax.ShapeDtypeStruct((batch, heads), jnp.float32),
+            ],
+            compiler_params=triton.CompilerParams(num_warps=max(1, many // 16), num_stages=1),
+            interpret=interpret,
+            name="paged_decode_merged",
+        )(parts.out, parts.lse)
     return merged, total
+
+
+def _of_parts(out: Any, lse: Any, splits: int, *token: Any) -> tuple[jax.Array, jax.Array]:
+    """In a kernel: the output and the log-sum-exp of one head, of the refs of its parts.
+
+    With a token, refs have a dim of tokens after that of parts.
+    """
+    from jax.experimental.pallas import triton
+
+    inside = jnp.arange(out.shape[0]) < splits
+    each = triton.load(lse.at[(slice(None), *token)], mask=inside, other=_LOWEST)
+    most = jnp.max(each, axis=0)
+    weights = jnp.where(inside, jnp.exp(each - most), 0.0)
+    total = jnp.sum(weights, axis=0)
+    # parts without a key are not read
+    has_keys = jnp.broadcast_to((weights > 0)[:, None], (out.shape[0], out.shape[-1]))
+    values = triton.load(out.at[(slice(None), *token)], mask=has_keys, other=0.0)
+    merged = jnp.sum(values.astype(jnp.float32) * weights[:, None], axis=0)
+    return merged / total, most + jnp.log(total)
+
+
+def product_of_parts(parts: Parts, weight: jax.Array, interpret: bool = False) -> PartialSums:
+    """What heads add to a few tokens: of each head its product with `weight` [heads, .., embed].
+
+    The parts of a head are merged by every program that multiplies them.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    splits, batch, heads, head_dim = parts.out.shape
+    embed, many = weight.shape[-1], pl.next_power_of_2(splits)
+    # fewer programs merge the same parts
+    columns = 2 * _COLUMNS if embed % (2 * _COLUMNS) == 0 else _COLUMNS
+
+    def kernel(out_ref: Any, lse_ref: Any, weight_ref: Any, sum_ref: Any) -> None:
+        matrix = weight_ref[...]  # first, as it takes the longest
+        places = jnp.arange(QUERIES)[:, None]
+        merged = jnp.zeros((QUERIES, head_dim), jnp.float32)
+        for token in map(np.int32, range(batch)):
+            one, _ = _of_parts(out_ref, lse_ref, splits, token)
+            merged = jnp.where(places == token, one[None], merged)
+        product = triton.dot(merged.astype(matrix.dtype), matrix)
+        mask = jnp.broadcast_to(places < batch, product.shape)
+        triton.store(sum_ref.at[...], product, mask=mask)
+
+    with warnings.catch_warnings():  # that this backend will be removed
+        warnings.simplefilter("ignore", DeprecationWarning)
+        sums = pl.pallas_call(
+            kernel,
+            grid=(heads, embed // columns),
+            in_specs=[
+                pl.BlockSpec((many, batch, None, head_dim), lambda h, n: (0, 0, h, 0)),
+                pl.BlockSpec((many, batch, None), lambda h, n: (0, 0, h)),
+                pl.BlockSpec((None, head_dim, columns), lambda h, n: (h, 0, n)),
+            ],
+            out_specs=pl.BlockSpec((None, QUERIES, columns), lambda h, n: (h, 0, n)),
+            out_shape=jax.ShapeDtypeStruct((heads, batch, embed), jnp.float32),
+            compiler_params=triton.CompilerParams(num_warps=max(4, many // 16), num_stages=1),
+            interpret=interpret,
+            name="product_of_parts",
+        )(parts.out, parts.lse, weight)
+    return PartialSums(sums)
 
 
 def write_pages(
