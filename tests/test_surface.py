@@ -173,6 +173,7 @@ MANY_PARAMETERS = {
     "ops/experts_triton.py:top_experts": "a kernel: what routers differ in, by keyword",
     "ops/cross_entropy.py:cross_entropy": "what models differ in, by keyword",
     "serving/model.py:load": "mw.load: settings of a user, by keyword",
+    "planner/load.py:deployments": "settings of a user, by keyword",
     "planner/planner.py:plan": "mw.plan: settings of a user, by keyword",
     "training/step.py:step_functions": "settings of a run, by keyword",
     "torch/parallelize.py:parallelize": "mw.torch.parallelize: settings of a user, by keyword",

@@ -25,6 +25,7 @@ from typing import TypeVar
 
 # 128 + the number, as shells have it; SIGHUP comes when a terminal or ssh connection is gone
 EXIT_CODES = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}
+LISTENER = "ctrl-c"  # the thread that waits for signals, and holds no lock while it does
 LONGEST_END_S = 30.0  # for what is cleaned up; a second Ctrl-C does not wait for it
 
 _T = TypeVar("_T")
@@ -43,7 +44,7 @@ def end_on_ctrl_c() -> None:
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)  # the number of each signal, at once
     signal.signal(signal.SIGINT, lambda number, frame: None)  # no KeyboardInterrupt
-    threading.Thread(target=_listen, args=(read,), name="ctrl-c", daemon=True).start()
+    threading.Thread(target=_listen, args=(read,), name=LISTENER, daemon=True).start()
     # while Python shuts down threads do not run any more: there the signal itself ends the process
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_DFL)
     _listening = True

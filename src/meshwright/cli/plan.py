@@ -5,7 +5,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,7 @@ from meshwright.cli.flags import (
 )
 from meshwright.errors import MeshwrightError
 from meshwright.lazy import without_collector
-from meshwright.machines import Catalogue, Chip, Machine, read_catalogue
+from meshwright.machines import Catalogue, Machine, read_catalogue
 from meshwright.present import count, write_page
 
 if TYPE_CHECKING:
@@ -353,8 +353,9 @@ def _serve_load(
     limits = constraints_of(config, named, mesh)
     machines = machines_named(names, catalogue)
     offers = deployments(
-        config, _with_progress(machines), load, limits, catalogue=catalogue,
+        config, machines, load, limits, catalogue=catalogue,
         batches=None if batch is None else (batch,), weights=weights, cache=cache,
+        progress=_progress(len(machines)),
     )  # fmt: skip
     offers = dataclasses.replace(offers, unpriced=without_price(names, catalogue))
     if as_json:
@@ -364,17 +365,19 @@ def _serve_load(
     console.print(load_report(offers, console.width, top=top))
 
 
-def _with_progress(machines: Sequence[Machine | Chip]) -> Iterator[Machine | Chip]:
-    """The machines; on a terminal a line every few seconds, as the load is simulated for each."""
+def _progress(machines: int) -> Callable[[int], None]:
+    """Prints on a terminal, every few seconds, how many machines are done."""
     printed_at = time.monotonic()
-    for done, machine in enumerate(machines):
-        if done and sys.stderr.isatty() and time.monotonic() - printed_at > _EVERY_S:
+
+    def done(count_done: int) -> None:
+        nonlocal printed_at
+        is_due = time.monotonic() - printed_at > _EVERY_S and count_done < machines
+        if is_due and sys.stderr.isatty():
             printed_at = time.monotonic()
-            print(
-                f"simulated the load on {done} of {count(len(machines), 'machine')}",
-                file=sys.stderr,
-            )
-        yield machine
+            of = count(machines, "machine")
+            print(f"simulated the load on {count_done} of {of}", file=sys.stderr)
+
+    return done
 
 
 def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:

@@ -13,7 +13,7 @@ tokens, and pages run out, as in the engine.
 import dataclasses
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.errors import MeshwrightError
 from meshwright.lazy import without_collector
@@ -22,6 +22,7 @@ from meshwright.models import encodes_prompts, model_config, override
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.machines_compared import NoOffer
 from meshwright.planner.planner import engine_setting
+from meshwright.planner.processes import in_processes
 from meshwright.planner.result import Estimate
 from meshwright.planner.schedules.engine_time import Costs
 from meshwright.planner.serving import search_serving
@@ -125,7 +126,7 @@ class Deployments:
 @without_collector()
 def deployments(
     config: TrainConfig,
-    machines: Iterable[Machine | Chip],
+    machines: Sequence[Machine | Chip],
     load: Load,
     limits: Constraints | None = None,
     *,
@@ -133,13 +134,14 @@ def deployments(
     batches: Sequence[int] | None = None,
     weights: str | None = None,
     cache: str | None = None,
+    progress: Callable[[int], object] = lambda done: None,
 ) -> Deployments:
     """The cheapest deployment of each machine or chip, the cheapest first.
 
     A machine with a size is one replica. Of a chip, replicas of 1 to 8 chips are tried, with each
     of the `batches` (by default BATCHES, or the largest of SMALLER that fits) as an engine's
-    max_batch. By price; where none is known, by the number of
-    chips. `weights` and `cache` are an engine's.
+    max_batch. By price; where none is known, by the number of chips. `weights` and `cache` are an
+    engine's. `progress` is called with the number of machines that are done.
     """
     catalogue, limits = catalogue or Catalogue(), limits or Constraints()
     fixed = {
@@ -147,21 +149,28 @@ def deployments(
         for name, value in {"weights": weights, "cache": cache}.items()
     }
     limits = dataclasses.replace(limits, fixed={**limits.fixed, **fixed})
-    found: list[Deployment] = []
-    refused: list[NoOffer] = []
     config = dataclasses.replace(config, seq=load.longest)
     _check_model(config)
-    for one in machines:
+
+    def answer(one: Machine | Chip) -> Deployment | NoOffer:
         sizes = [one] if isinstance(one, Machine) else list(machine_sizes(one, MOST_CHIPS))
         price = catalogue.prices.get(sizes[0].chip.name)
         tried = [each for machine in sizes for each in _replicas(config, machine, limits, batches)]
         best, why = _cheapest([each for each in tried if isinstance(each, _Replica)], load, price)
         if best is not None:
-            found.append(best)
+            return best
+        name = str(one) if isinstance(one, Machine) else one.name
+        # the last machine is the largest, and its last batch the smallest that was tried
+        return NoOffer(name, why or str(tried[-1]))
+
+    found: list[Deployment] = []
+    refused: list[NoOffer] = []
+    for done, each in enumerate(in_processes(answer, machines), 1):
+        if isinstance(each, Deployment):
+            found.append(each)
         else:
-            name = str(one) if isinstance(one, Machine) else one.name
-            # the last machine is the largest, and its last batch the smallest that was tried
-            refused.append(NoOffer(name, why or str(tried[-1])))
+            refused.append(each)
+        progress(done)
     if not found:
         raise MeshwrightError(
             f"no machine serves {load.rate:g} requests a second as asked: "

@@ -10,6 +10,7 @@ each machine the fastest mesh counts.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from meshwright.planner.fastest import Bounds, fastest
 from meshwright.planner.goodput import DAY, LongRun
 from meshwright.planner.long_run import checkpoint_bytes, flops_per_token
 from meshwright.planner.planner import estimated
+from meshwright.planner.processes import in_processes
 from meshwright.planner.result import Estimate
 from meshwright.planner.stacks import like as stack_like
 from meshwright.planner.workload import Workload
@@ -150,8 +152,7 @@ def compare(
     )
     offers: list[Offer] = []
     refused: list[NoOffer] = []
-    for machine in machines:
-        found = _answer(ask, machine)
+    for found in in_processes(functools.partial(_answer, ask), machines):
         if isinstance(found, Offer):
             offers.append(found)
         else:
@@ -181,7 +182,7 @@ def curve(
     config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None, like: str = ""
 ) -> list[tuple[Machine, float, float]]:
     """Tokens/s and MFU of the fastest mesh, on a quarter to four times as many chips."""
-    sizes = _sizes(config, machine, limits, model, like)
+    sizes = _sizes([config], machine, limits, model, like)
     return [(size.machine, size.tokens_per_second, size.estimate.mfu) for size in sizes]
 
 
@@ -190,28 +191,28 @@ def planned_sizes(
 ) -> list[Size]:
     """The fastest mesh on a quarter to four times as many chips, with such batches too."""
     batches = {round(config.batch * factor) for factor in (0.25, 0.5, 1, 2, 4)} - {0}
-    return [
-        one
-        for batch in sorted(batches)
-        for one in _sizes(dataclasses.replace(config, batch=batch), machine, limits, model, like)
-    ]
+    configs = [dataclasses.replace(config, batch=batch) for batch in sorted(batches)]
+    return _sizes(configs, machine, limits, model, like)
 
 
 def _sizes(
-    config: TrainConfig, machine: Machine, limits: Constraints, model: Any, like: str
+    configs: Sequence[TrainConfig], machine: Machine, limits: Constraints, model: Any, like: str
 ) -> list[Size]:
     chips = machine.num_chips
     others = [one for one in machine_sizes(machine.chip, 4 * chips) if one.num_chips != chips]
-    points = []
-    for other in sorted([machine, *others], key=lambda one: one.num_chips):
-        if 4 * other.num_chips >= chips:
-            workload, limited = _workload(config, other, limits, model)
-            found = fastest(workload.running_like(like), limited)
-            if found is not None:
-                one = estimated(found)
-                rate = config.batch * config.seq / one.step_seconds
-                points.append(Size(other, config.batch, one, rate))
-    return points
+    machines = sorted([machine, *others], key=lambda one: one.num_chips)
+    pairs = [(each, one) for each in configs for one in machines if 4 * one.num_chips >= chips]
+
+    def size(pair: tuple[TrainConfig, Machine]) -> Size | None:
+        config, other = pair
+        workload, limited = _workload(config, other, limits, model)
+        found = fastest(workload.running_like(like), limited)
+        if found is None:
+            return None
+        one = estimated(found)
+        return Size(other, config.batch, one, config.batch * config.seq / one.step_seconds)
+
+    return [one for one in in_processes(size, pairs) if one is not None]
 
 
 def _workload(

@@ -1,0 +1,89 @@
+"""Things computed in several processes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meshwright.machines import CHIPS
+from meshwright.planner import Run, compare
+from meshwright.planner.report import comparison_data
+from meshwright.training import TrainConfig
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux")
+
+SCRIPT = """
+import json, os, threading
+from meshwright.errors import MeshwrightError
+from meshwright.planner import processes
+
+processes._cpus = lambda: 2
+
+def run(n):
+    if n == 13:
+        raise MeshwrightError("no 13")
+    return n, os.getpid()
+
+def pids(things):
+    found = list(processes.in_processes(run, things))
+    assert [n for n, _ in found] == list(things)
+    return {pid for _, pid in found}
+
+forked, one = pids(range(12)), pids([5])
+done = threading.Event()
+waiting = threading.Thread(target=done.wait)
+waiting.start()
+beside_a_thread = pids(range(12))
+done.set()
+waiting.join()
+try:
+    pids([1, 13, 3])
+except MeshwrightError as mistake:
+    said = str(mistake)
+import jax
+jax.devices()
+print(json.dumps({
+    "own": os.getpid(), "forked": [*forked], "one": [*one], "beside": [*beside_a_thread],
+    "said": said, "initialized": [*pids(range(12))],
+}))
+"""
+
+COMPARED = """
+import json
+from meshwright.machines import CHIPS
+from meshwright.planner import Run, compare, processes
+from meshwright.planner.report import comparison_data
+from meshwright.training import TrainConfig
+
+processes._cpus = lambda: 2
+config = TrainConfig("llama-3.2-1b", batch=64, seq=2048)
+chips = [CHIPS[name] for name in ("v5e", "h100", "l4")]
+print(json.dumps(comparison_data(compare(config, chips, Run(1e9, within=1e6)))))
+"""
+
+
+def _printed(script: str) -> dict[str, object]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_processes_are_forked_only_where_that_is_safe() -> None:
+    found = _printed(SCRIPT)
+    own = [found["own"]]
+    assert found["own"] not in found["forked"]  # type: ignore[operator]
+    assert found["one"] == found["beside"] == found["initialized"] == own
+    assert found["said"] == "no 13"
+
+
+def test_machines_compared_in_processes_are_compared_as_in_one() -> None:
+    config = TrainConfig("llama-3.2-1b", batch=64, seq=2048)
+    chips = [CHIPS[name] for name in ("v5e", "h100", "l4")]
+    here = comparison_data(compare(config, chips, Run(1e9, within=1e6)))
+    assert _printed(COMPARED) == json.loads(json.dumps(here))
