@@ -75,7 +75,7 @@ def masked(folder: Path) -> Any:
     [
         ("dp=1", {"remat": "full"}),
         ("fsdp=2,tp=2,sp=2", {"layers": "unroll"}),
-        ("dp=2,tp=4", {"sequence_parallel": True}),
+        pytest.param("dp=2,tp=4", {"sequence_parallel": True}, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_are_those_of_peft_with_the_same_mask(

@@ -243,4 +243,5 @@ def test_a_balance_that_train_refuses_is_not_planned() -> None:
         plan("tiny", "h100:8", 64, 128, balance_bias=0.001)
     with pytest.raises(MeshwrightError, match="this model has none; leave it out and balance"):
         plan("mixtral-8x7b", "h100:8x8", 64, 1024, balance_bias=0.001)
-    assert plan("deepseek-v3", "v5p:8x8x8", 512, 4096, balance_bias=0.001).ranked
+    mesh = "fsdp=64,ep=8"
+    assert plan("deepseek-v3", "v5p:8x8x8", 512, 4096, mesh=mesh, balance_bias=0.001).ranked

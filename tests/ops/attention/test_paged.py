@@ -296,17 +296,25 @@ def test_triton_writes_tokens_into_their_pages(heads: int, head_dim: int) -> Non
     np.testing.assert_array_equal(found, pool)
 
 
+SEVERAL_PROGRAMS = [
+    (3, 8, 2, 5, 16, None),
+    (2, 4, 4, 9, 8, None),
+    (3, 8, 2, 9, 16, 20),
+    (2, 8, 1, 40, 16, 100),  # the first of which see nothing
+]
+
+
 @pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "width", "page", "window"),
+    ("batch", "heads", "kv_heads", "width", "page", "window", "dtype"),
     [
-        (3, 8, 2, 5, 16, None),
-        (2, 4, 4, 9, 8, None),
-        (3, 8, 2, 9, 16, 20),
-        (2, 8, 1, 40, 16, 100),  # split over several programs, the first of which see nothing
-        (80, 8, 8, 3, 16, None),
+        *(
+            (*case, dtype)
+            for case in SEVERAL_PROGRAMS
+            for dtype in (jnp.float32, jnp.float8_e4m3fn)
+        ),
+        (80, 8, 8, 3, 16, None, jnp.float32),  # one program a sequence and head
     ],
 )
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn])
 def test_tritons_decode_is_attention_over_pages(
     batch: int, heads: int, kv_heads: int, width: int, page: int, window: int | None, dtype: Any
 ) -> None:
