@@ -88,6 +88,11 @@ def test_on_tpus_shards_whose_gradient_would_be_all_reduced_are_stacked() -> Non
     assert [stacks(n, is_last=True, table=True) for n in (128, 256, 384, 160)] == [
         True, False, True, True,
     ]  # fmt: skip
+    # what was scattered over another axis before
+    assert [stacks(n, is_last=True, table=False, is_inner=True) for n in (64, 128, 256, 160)] == [
+        True, True, False, True,
+    ]  # fmt: skip
+    assert not stacks(64, is_last=False, table=False, is_inner=True)
 
 
 @pytest.mark.parametrize(
@@ -116,15 +121,22 @@ def test_ops_and_plan_agree_on_slices_that_the_tpu_compiler_does_not_scatter_ove
 
 
 @pytest.mark.parametrize("layout", [P(None, ("fsdp", "sp")), P(("fsdp", "sp"), None)])
-@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize(
+    ("axes", "table"),
+    [
+        ("dp=2,fsdp=2,sp=2", False),  # shards of 128 lanes, or of 2 rows
+        ("dp=2,fsdp=2,sp=2", True),
+        ("dp=1,fsdp=2,sp=4", False),  # of 64 lanes over sp, which are 256 over fsdp; or of 1 row
+    ],
+)
 def test_stacked_on_tpus_or_not_it_is_the_same_array_with_the_same_gradient(
-    monkeypatch: pytest.MonkeyPatch, layout: P, table: bool
+    monkeypatch: pytest.MonkeyPatch, layout: P, axes: str, table: bool
 ) -> None:
-    mesh = mesh_of("dp=2,fsdp=2,sp=2")
+    mesh = mesh_of(axes)
     rng = np.random.default_rng(0)
-    w = rng.normal(size=(8, 512)).astype("f")  # in shards of 128 lanes, or of 2 rows
+    w = rng.normal(size=(8, 512)).astype("f")
     tokens = rng.normal(size=(16, 8)).astype("f")
-    over = ("dp", "fsdp", "sp")
+    over = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     found, shapes = [], []
     with jax.set_mesh(mesh):
         args = jax.device_put(w, layout), jax.device_put(tokens, P(over, None))

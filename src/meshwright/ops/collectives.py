@@ -93,16 +93,19 @@ def all_gather(
     return jax.shard_map(local, in_specs=source, out_specs=target)(x)
 
 
-def stacks(shard: int, is_last: bool, table: bool) -> bool:
+def stacks(shard: int, is_last: bool, table: bool, is_inner: bool = False) -> bool:
     """Whether shards of this size should be stacked in a dim of their own on a TPU.
 
     libtpu 0.0.42 makes an all-reduce of some reduce-scatters, and slices afterwards: twice the
     bytes. Along a dim of its own it scatters. That copies some arrays, so it is for what is
     all-reduced otherwise: along the last dim in odd multiples of 128 lanes, and of embeddings and
-    LM heads, which are large, also along other dims and in parts that are no multiple.
+    LM heads, which are large, also along other dims and in parts that are no multiple. `is_inner`:
+    a matrix whose dim was scattered over another axis first, in multiples of 256; its parts that
+    are no multiple are all-reduced too.
     """
     if is_last:
-        return shard % (2 * LANES) != 0 if table else shard % (2 * LANES) == LANES
+        rest = shard % (2 * LANES)
+        return rest != 0 if table or is_inner else rest == LANES
     return table
 
 
@@ -127,7 +130,10 @@ def _all_gather_dim(part: jax.Array, over: tuple[str, ...], dim: int, table: boo
     # one axis at a time, innermost first: for several axes at once, whose device order on the torus
     # it does not support, the TPU compiler emits an all-reduce of zero-padded arrays
     for axis in reversed(over):
-        stacked = _can_scatter(axis) and stacks(part.shape[dim], dim == part.ndim - 1, table)
+        shard, is_last = part.shape[dim], dim == part.ndim - 1
+        is_whole = shard * lax.axis_size(axis) % (2 * LANES) == 0
+        is_inner = axis != over[0] and part.ndim == 2 and is_whole
+        stacked = _can_scatter(axis) and stacks(shard, is_last, table, is_inner)
         found = lax.all_gather(part, (axis,), axis=dim, tiled=not stacked, to="reduced")
         part = found.reshape(*part.shape[:dim], -1, *part.shape[dim + 1 :])
     return part
