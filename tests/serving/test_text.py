@@ -1,10 +1,18 @@
 """Text as tokens come, and where it stops."""
 
+import itertools
+import json
+from typing import Any
+
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from meshwright.data import ByteTokenizer
-from meshwright.serving.text import StopTexts, TextStream
+from meshwright.data.tokenizers import HuggingFaceTokenizer
+from meshwright.serving.server.logprobs import TextOffsets, TokenTexts
+from meshwright.serving.text import StopTexts, TextStream, last_character
 
 
 @given(st.text(max_size=30))
@@ -77,3 +85,41 @@ def test_special_tokens_can_be_shown() -> None:
     for shown, text in ((False, "hi"), (True, "h<|endoftext|>i")):
         stream = TextStream(ByteTokenizer(), shown)
         assert "".join(map(stream.add, tokens)) + stream.end() == text
+
+
+def sentencepiece() -> HuggingFaceTokenizer:
+    """As Llama 2 and Mistral: decoding drops the space before the first token."""
+    pieces = ["</s>", "\u2581", "\u2581the", "\u2581old", "er", "the", "<0xC3>", "<0xA9>", "a"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    inner = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
+    inner.add_special_tokens(["</s>"])
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )  # fmt: skip
+    return HuggingFaceTokenizer(json.loads(inner.to_str()), "</s>")
+
+
+CHARACTERS = st.lists(st.sampled_from([(1,), (2,), (3,), (4,), (5,), (6, 7)]), max_size=6)
+
+
+@given(CHARACTERS, CHARACTERS)
+def test_an_output_is_what_it_adds_to_the_text_of_its_prompt(prompt: Any, output: Any) -> None:
+    tokenizer = sentencepiece()
+    library = tokenizers.Tokenizer.from_str(json.dumps(tokenizer.to_json()["definition"]))
+    prompt, output = list(itertools.chain(*prompt)), list(itertools.chain(*output))
+    added = library.decode(prompt + output)[len(library.decode(prompt)) :]
+    before = last_character(tokenizer, prompt)
+    stream = TextStream(tokenizer, before=before)
+    assert "".join(map(stream.add, output)) + stream.end() == added
+    offsets = TextOffsets(TokenTexts(tokenizer), before=before)
+    begins = [*map(offsets.add, output), offsets.add(5)]
+    assert begins[-1] == len(added)
+
+
+def test_an_output_after_a_special_token_or_a_part_of_a_character_begins_anew() -> None:
+    for prompt, output, text in (([5, 0], [2], "the"), ([5, 6], [7, 5], "\ufffdthe")):
+        stream = TextStream(sentencepiece(), before=last_character(sentencepiece(), prompt))
+        assert "".join(map(stream.add, output)) + stream.end() == text

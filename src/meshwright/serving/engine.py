@@ -46,7 +46,7 @@ from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig, longest
 from meshwright.serving.source import Adapter, Model, adapter_source
 from meshwright.serving.step_planner import Sampled, StepPlanner
-from meshwright.serving.text import StopTexts, TextStream
+from meshwright.serving.text import StopTexts, TextStream, last_character
 
 _log = logging.getLogger("meshwright")
 
@@ -289,9 +289,10 @@ class Engine:
             ends |= self.source.ends
         if not request.id:
             request = dataclasses.replace(request, id=f"request-{next(self._names)}")
-        text = None
+        tokenizer, text = self.source.tokenizer, None
+        before = () if self.encodes_prompts else last_character(tokenizer, request.prompt)
         if streams or request.stop:
-            text = TextStream(self.source.tokenizer, request.special_tokens)
+            text = TextStream(tokenizer, request.special_tokens, before)
         constraint, grammars = None, self.source.grammars
         if request.grammar is not None:
             ends |= grammars.ends
@@ -299,7 +300,7 @@ class Engine:
         if request.grammar is not None or rules.excludes_any:
             constraint = grammars.start(request.grammar, rules)
         stops, variant = StopTexts(request.stop, request.include_stop), variant_of(request)
-        return Job(request, sink, ends, text, stops, variant, streams, constraint)
+        return Job(request, sink, ends, text, stops, variant, streams, before, constraint)
 
     def _send(self, action: Callable[[], Any]) -> None:
         """Have the engine's thread do something before the next step; an error if it has ended.

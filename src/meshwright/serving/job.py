@@ -34,6 +34,7 @@ class Job:
     stops: StopTexts
     variant: int  # of device_sampling.VARIANTS
     streams: bool  # every token is handed out at once, not all at the end
+    before: tuple[int, ...] = ()  # tokens of the prompt that its text is decoded after
     constraint: Constraint | None = None  # of its grammar
     adapter: LoadedAdapter | None = None
     sequence: Running | None = None
@@ -173,7 +174,9 @@ def completion_of(job: Job, deltas: list[Delta], tokenizer: Tokenizer) -> Comple
     text = "".join(delta.text for delta in deltas)
     if job.text is None:
         ended = tokens and tokens[-1] in job.ends and not job.request.include_stop
-        text = tokenizer.decode(tokens[:-1] if ended else tokens, job.request.special_tokens)
+        shown, named = tokens[:-1] if ended else tokens, job.request.special_tokens
+        before = tokenizer.decode(job.before, named)
+        text = tokenizer.decode(job.before + shown, named)[len(before) :]
     return Completion(
         tokens=tokens,
         text=text,

@@ -7,6 +7,17 @@ from meshwright.data import Tokenizer
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST = 16  # tokens that may wait for the rest of a character
+_LONGEST_CHARACTER = 4  # tokens
+
+
+def last_character(tokenizer: Tokenizer, prompt: Sequence[int]) -> tuple[int, ...]:
+    """The last tokens of a prompt, which make up its last character; none if that is cut.
+
+    The text that continues it is decoded after them: tokenizers of SentencePiece drop the space of
+    a first token. After a special token a text begins anew.
+    """
+    ends = (tuple(prompt[-size:]) for size in range(1, min(len(prompt), _LONGEST_CHARACTER) + 1))
+    return next((end for end in ends if not tokenizer.decode(end).endswith(_REPLACEMENT)), ())
 
 
 class TextStream:
@@ -18,12 +29,14 @@ class TextStream:
     ['n', '', 'é']
     """
 
-    def __init__(self, tokenizer: Tokenizer, special_tokens: bool = False) -> None:
-        """`special_tokens`: they are shown by name."""
+    def __init__(
+        self, tokenizer: Tokenizer, special_tokens: bool = False, before: Sequence[int] = ()
+    ) -> None:
+        """`special_tokens`: they are shown by name; `before`: tokens that the text continues."""
         self._decode = functools.partial(tokenizer.decode, special_tokens=special_tokens)
-        self._tokens: list[int] = []
+        self._tokens = [*before]
         self._before = 0  # first token that is decoded again, for its effect on those after
-        self._done = 0  # tokens whose text was given
+        self._done = len(self._tokens)  # tokens whose text was given
 
     def add(self, token: int) -> str:
         self._tokens.append(token)

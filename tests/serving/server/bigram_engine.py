@@ -111,8 +111,16 @@ class BigramEngine:
         """All of them; real engines find out as they go."""
         tokens, ended = self._tokens(request)
         deltas, text, cut, sent = [], "", False, 0
+        prompt = list(request.prompt)
+        begins = [
+            at for at, token in enumerate(prompt, 1) if not self.tokenizer.decode([token, token])
+        ]
+        prompt = prompt[max(begins, default=0) :]  # after special tokens a text begins anew
+        before = self.tokenizer.decode(prompt)
+        if before.endswith("\N{REPLACEMENT CHARACTER}"):
+            prompt, before = [], ""
         for index, token in enumerate(tokens):
-            text = self.tokenizer.decode(tokens[: index + 1])
+            text = self.tokenizer.decode(prompt + tokens[: index + 1])[len(before) :]
             at = min((p for p in map(text.find, request.stop) if p >= 0), default=-1)
             cut = at >= 0
             last = index == len(tokens) - 1
@@ -120,12 +128,14 @@ class BigramEngine:
             whole = text[:at] if cut else text[: len(text) - (0 if last else held)]
             if whole.endswith("\N{REPLACEMENT CHARACTER}") and not last:
                 whole = whole[:sent]
-            before = request.prompt[-1] if index == 0 else tokens[index - 1]
+            last_token = request.prompt[-1] if index == 0 else tokens[index - 1]
             deltas.append(
                 Delta(
                     (token,),
                     whole[sent:],
-                    () if request.logprobs is None else (scored(before, token, request.logprobs),),
+                    ()
+                    if request.logprobs is None
+                    else (scored(last_token, token, request.logprobs),),
                 )
             )
             sent = max(sent, len(whole))

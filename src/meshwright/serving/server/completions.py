@@ -16,6 +16,7 @@ from meshwright.serving.server.formats import completion_grammar
 from meshwright.serving.server.logprobs import TextOffsets, first_of
 from meshwright.serving.server.service import Service, Usage, request_id
 from meshwright.serving.server.transport import event_stream, finish, off_loop, read
+from meshwright.serving.text import last_character
 
 _MAX_TOKENS = 16  # OpenAI's default
 
@@ -154,8 +155,14 @@ class _Answer:
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
         shown = self.names.named_texts if body.skip_special_tokens is False else self.names.texts
+        tokenizer, begins_anew = service.source.tokenizer, service.encodes_prompts
         self.offsets = [
-            TextOffsets(shown, len(prompt.text) if body.echo else 0) for prompt in self.prompts
+            TextOffsets(
+                shown,
+                len(prompt.text) if body.echo else 0,
+                () if begins_anew else last_character(tokenizer, prompt.tokens),
+            )
+            for prompt in self.prompts
         ]
         usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
 

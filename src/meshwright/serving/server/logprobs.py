@@ -119,11 +119,11 @@ class TextOffsets:
     [0, 1, 1, 2]
     """
 
-    def __init__(self, texts: TokenTexts, begin: int = 0) -> None:
-        """`begin`: where the text of the first token begins."""
+    def __init__(self, texts: TokenTexts, begin: int = 0, before: Sequence[int] = ()) -> None:
+        """`begin`: where the text of the first token begins; `before`: tokens it continues."""
         self._texts = texts
         self._next = begin
-        self._first = True
+        self._first = not (texts.decode(before) or any(map(texts.of, before)))
         self._part: list[int] = []  # tokens of a character that is not complete
 
     def add(self, token: int) -> int:
@@ -133,7 +133,7 @@ class TextOffsets:
             return begin
         self._part.append(token)
         text = self._texts.decode(self._part)
-        self._first &= not text
+        self._first &= not (text or own)
         if not text.endswith(_CUT) or len(self._part) > _LONGEST_CHARACTER:
             self._next += len(text)
             self._part = []
