@@ -1,12 +1,15 @@
 """Fields that vLLM adds to OpenAI's bodies: what they ask of the engine, and what is refused."""
 
 import itertools
+import json
 from typing import Any
 
 import pytest
+import tokenizers
 from tests.serving.server.bigram_engine import END, TABLE, BigramEngine, greedy
 from tests.serving.server.serving import Running, serving
 
+from meshwright.data.tokenizers import HuggingFaceTokenizer
 from meshwright.serving.request import Request
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -46,6 +49,17 @@ def test_fields_reach_every_request_of_a_body(server: Running, path: str, n: int
     (plain,) = asked(server, path)
     assert (plain.min_new, plain.include_stop, plain.special_tokens) == (0, False, False)
     assert (plain.allowed, plain.banned, plain.cache_salt) == (None, (), "")
+
+
+def test_words_without_tokens_are_never_generated() -> None:
+    """A tokenizer without bytes or an unknown token drops the characters that it does not know."""
+    vocab = {piece: index for index, piece in enumerate([*"abc ", "</s>", *map(str, range(252))])}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    inner.add_special_tokens(["</s>"])
+    engine = BigramEngine(tokenizer=HuggingFaceTokenizer(json.loads(inner.to_str()), "</s>"))
+    with serving(engine, template=None) as server:
+        body = {"prompt": "a", "bad_words": ["\u00e9", "b"]}
+        assert asked(server, COMPLETIONS, **body)[0].banned == ((1,),)
 
 
 @pytest.mark.parametrize("path", BODIES)

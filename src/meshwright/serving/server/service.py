@@ -330,6 +330,8 @@ class Service:
                 tuple(self.source.tokenizer.encode(space + word.lstrip()).tolist())
                 for space in ("", " ")
             )
+            if not first:  # its characters have no tokens, so it is never generated
+                continue
             banned.append(first)
             if inner[0] != first[0] and len(inner) == len(first):
                 banned.append(inner)
