@@ -206,6 +206,7 @@ def read(**fields: Any) -> DecoderConfig:
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
@@ -308,6 +309,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "3 of 4 layers have a sliding window"),
     (QWEN2 | {"use_sliding_window": True, "layer_types": FULL[:2] + SLIDING[:2]}, "2 of 4 layers"),
     (QWEN2 | {"layer_types": SLIDING}, "disagree"),
+    (QWEN3_MOE | {"use_sliding_window": True, "max_window_layers": 4}, "max_window_layers=4 is not honoured"),
     (QWEN2 | {"layer_types": FULL[:3]}, "each of the 4 layers"),
     (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "'linear_attention' is not supported"),
 ]  # fmt: skip

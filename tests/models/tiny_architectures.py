@@ -80,6 +80,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": True,
         },
     ),
+    # transformers looks at no max_window_layers here: every layer has the window
+    "qwen3_moe-window": (
+        "Qwen3MoeConfig",
+        SIZES | {
+            "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 1,
+            "use_sliding_window": True, "sliding_window": 5,
+        },
+    ),
     "gpt_oss": (
         "GptOssConfig",
         SIZES | {

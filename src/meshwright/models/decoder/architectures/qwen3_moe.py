@@ -1,6 +1,9 @@
 """Qwen 3 with a mixture of experts in every layer."""
 
-from meshwright.models.decoder.architecture import Architecture, Field
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.models.decoder.architecture import Architecture, Field, Fields, Part
 from meshwright.models.decoder.architectures.llama import FIELDS, TENSORS, WRITTEN
 from meshwright.models.decoder.hf_parts import (
     OPTIONAL_BIAS,
@@ -8,7 +11,9 @@ from meshwright.models.decoder.hf_parts import (
     SWITCHED_WINDOW,
     expert_count,
     heads,
+    window_of_all,
 )
+from meshwright.models.huggingface import flag, short
 
 _EXPERT = "model.layers.{layer}.mlp.experts.{expert}."
 EXPERT_TENSORS = {
@@ -19,9 +24,25 @@ EXPERT_TENSORS = {
 }
 # of training: here settings of a run
 UNUSED = frozenset({"output_router_logits", "router_aux_loss_coef"})
+_NAME = "Qwen3MoeForCausalLM"
+_WINDOW = window_of_all(_NAME)
+
+
+def _read_window(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
+    """Switched on, it is that of all layers: transformers looks at no max_window_layers."""
+    if not flag(fields, "use_sliding_window", where, False):
+        fields = {**fields, "use_sliding_window": None, "sliding_window": None}
+    elif fields.get("sliding_window", 0) is not None and fields.get("max_window_layers"):
+        raise MeshwrightError(
+            f"{where}: max_window_layers={short(fields['max_window_layers'])} is not honoured: in "
+            f"{_NAME} every layer has the sliding window; set it to 0, or use_sliding_window to "
+            "false"
+        )
+    return _WINDOW.read(fields, ours, where)
+
 
 QWEN3_MOE = Architecture(
-    "Qwen3MoeForCausalLM",
+    _NAME,
     "qwen3_moe",
     FIELDS
     | {
@@ -35,7 +56,7 @@ QWEN3_MOE = Architecture(
         heads(head_dim=128),
         ROPE,
         OPTIONAL_BIAS,
-        SWITCHED_WINDOW,
+        Part(SWITCHED_WINDOW.names, _read_window, SWITCHED_WINDOW.write),
         expert_count("num_experts", 128),
     ),
     fixed={"qk_norm": True},
