@@ -145,7 +145,7 @@ def test_the_balance_loss_is_that_of_transformers() -> None:
         squares = jnp.sum(jax.nn.logsumexp(jnp.asarray(layer), axis=-1) ** 2)
         layers.append(RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None]))
     sums = LossSums(jnp.float32(0), jnp.int32(40), {})
-    extra = with_router_losses(sums, layers, 40, LossConfig()).extra
+    extra = with_router_losses(sums, layers, 40, sums.count, LossConfig()).extra
     right = [
         float(mixtral.load_balancing_loss_func((torch.as_tensor(layer),), 8, 2)) for layer in logits
     ]
@@ -165,10 +165,10 @@ def test_choices_are_in_the_order_of_layers_in_a_loop_over_a_pattern() -> None:
 
     loss = LossSums(jnp.float32(0), jnp.int32(40), {})
     kept = [sums(0, 2), sums(1, 3), sums(4)]
-    found = with_router_losses(loss, kept, 40, LossConfig(), period=2).chosen
+    found = with_router_losses(loss, kept, 40, loss.count, LossConfig(), period=2).chosen
     np.testing.assert_array_equal(found, chosen.sum(axis=1))
     leading = [None, *(sums(layer) for layer in range(5))]  # not a loop, after a dense layer
-    found = with_router_losses(loss, leading, 40, LossConfig(), period=2).chosen
+    found = with_router_losses(loss, leading, 40, loss.count, LossConfig(), period=2).chosen
     np.testing.assert_array_equal(found, chosen.sum(axis=1))
 
 

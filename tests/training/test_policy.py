@@ -39,15 +39,16 @@ ADVANTAGES = [1.5, -0.5, -1.0, 0.7, 2.0]
 RATE = 0.1
 
 
-def trainer(model: Any, mesh: str) -> AbstractStep:
+def trainer(model: Any, mesh: str, loss: LossConfig | None = None) -> AbstractStep:
     """With plain gradient descent, so that the update is the gradient."""
     config = TrainConfig("tiny", mesh=mesh, batch=8, seq=16, accumulation=2)
     devices = jax.devices()[: np.prod(mw.MeshSpec.parse(mesh).sizes)]
     placed = mw.mesh(mesh, devices=devices, axis_types="explicit")
     step, sgd = abstract_step(config, placed, model), optax.sgd(RATE)
     functions = step_functions(
-        model, step.compute, sgd, lambda step: RATE, placed, clip_norm=None, arrays=step.arrays
-    )
+        model, step.compute, sgd, lambda step: RATE, placed, loss=loss, clip_norm=None,
+        arrays=step.arrays,
+    )  # fmt: skip
     state = abstract_state(step.arrays, step.rules, sgd, placed)
     return dataclasses.replace(step, optimizer=sgd, functions=functions, state=state)
 
@@ -115,6 +116,52 @@ def test_an_update_is_that_of_pytorch(name: str, mesh: str, tmp_path: Path) -> N
         np.testing.assert_allclose(array, right[one], rtol=1e-4, atol=1e-5, err_msg=one)
         moved = max(moved, float(np.abs(right[one] - before[one]).max()))
     assert moved > 1e-2  # so that 1e-5 says something
+
+
+def test_the_loss_of_routers_has_its_weight_whatever_the_advantages_are(tmp_path: Path) -> None:
+    """Added to PyTorch's loss, averaged over layers and over micro-batches by their targets."""
+    import torch
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    weight, model = 2.0, save("qwen3_moe", tmp_path / "model")
+    config = from_hf_config(tmp_path / "model")
+    step = trainer(config, "dp=1,fsdp=2,ep=2,tp=1,sp=1", LossConfig(load_balance=weight))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, step.state.params)
+    params = load_hf(tmp_path / "model", config, shardings)
+    state = new_state(step.arrays, step.state, step.optimizer, step.mesh, params=params)
+    texts = np.random.default_rng(1).integers(0, 48, (8, 16)).tolist()  # without padding
+    firsts = [3, 9, 12, 5, 14, 8, 2, 11]
+    samples = [(text[:first], text[first:]) for text, first in zip(texts, firsts, strict=True)]
+    advantages = [1.5, -0.5, -1.0, 0.7, 2.0, -0.3, 1.1, 0.4]
+    batch = sample_batch(step, samples)
+    placed = by_target(step, samples, advantages)
+    state, report = train_on(step, state, batch, lambda new: -(new * placed).sum() / 50)
+
+    targets = [16 - first for first in firsts]
+    loss, balance = torch.tensor(0.0), torch.tensor(0.0)
+    for part in (slice(0, 4), slice(4, 8)):
+        out = model(torch.as_tensor(texts[part]), output_router_logits=True)
+        found = torch.log_softmax(out.logits.float(), -1)
+        for text, probs, first, advantage in zip(
+            texts[part], found, firsts[part], advantages[part], strict=True
+        ):
+            own = probs[first - 1 : -1].gather(1, torch.tensor(text[first:])[:, None])
+            loss = loss - advantage * own.sum() / 50
+        layers = [load_balancing_loss_func((one,), 8, 3) for one in out.router_logits]
+        balance = balance + torch.stack(layers).mean() * sum(targets[part]) / sum(targets)
+    (loss + weight * balance).backward()
+    np.testing.assert_allclose(float(report["loss"]), loss.item(), rtol=1e-4)
+    np.testing.assert_allclose(float(report["load_balance"]), balance.item(), rtol=1e-5)
+    right = copy.deepcopy(model)
+    for to, param in zip(right.parameters(), model.parameters(), strict=True):
+        to.data = param.data - RATE * param.grad
+    right.save_pretrained(tmp_path / "right")
+    save_hf(tmp_path / "updated", state.params, config)
+    written, wanted = (
+        load_file(tmp_path / one / "model.safetensors") for one in ("updated", "right")
+    )
+    for one, array in written.items():
+        np.testing.assert_allclose(array, wanted[one], rtol=1e-4, atol=1e-5, err_msg=one)
 
 
 def test_samples_that_do_not_fit_are_refused() -> None:

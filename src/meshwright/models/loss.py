@@ -40,6 +40,7 @@ class ExtraLoss:
 
     sum: jax.Array
     weight: float | jax.Array
+    count: jax.Array | None = None  # as of a Metric
 
 
 @jax.tree_util.register_dataclass
@@ -64,7 +65,8 @@ class LossSums:
     @property
     def reported(self) -> dict[str, Metric]:
         """The metrics, and each extra loss per target and without its weight."""
-        return {**self.metrics, **{name: Metric(one.sum) for name, one in self.extra.items()}}
+        extra = {name: Metric(one.sum, one.count) for name, one in self.extra.items()}
+        return {**self.metrics, **extra}
 
 
 def target_count(targets: jax.Array) -> jax.Array:

@@ -139,7 +139,7 @@ def step_functions(
         divided_by = counted if dpo is None else pair_count(batch)
         scale = 1.0 / jnp.maximum(divided_by, 1).astype(jnp.float32)
         if COTANGENTS in batch:
-            batch, scale = _weighted_by_cotangents(batch, settings), jnp.float32(1)
+            batch = _weighted_by_cotangents(batch, settings, counted)
         else:
             batch = _with_mean_weight_one(batch, counted)
         if compute.dropout:
@@ -342,15 +342,15 @@ def _with_mean_weight_one(batch: Batch, counted: jax.Array) -> Batch:
     return batch | {"weights": batch["weights"] * factor}
 
 
-def _weighted_by_cotangents(batch: Batch, loss: LossConfig) -> Batch:
-    """Weights with which the summed cross-entropy has the gradient that the cotangents ask for."""
+def _weighted_by_cotangents(batch: Batch, loss: LossConfig, counted: jax.Array) -> Batch:
+    """Weights with which the mean cross-entropy has the gradient that the cotangents ask for."""
     if loss.z_loss:
         raise MeshwrightError(
             f"loss.z_loss={loss.z_loss} is of next tokens, and this batch has {COTANGENTS} of its "
             "log-probabilities; use 0"
         )
     rest = {name: array for name, array in batch.items() if name != COTANGENTS}
-    return rest | {"weights": -batch[COTANGENTS]}
+    return rest | {"weights": -batch[COTANGENTS] * counted.astype(jnp.float32)}
 
 
 def _first(batch: Batch) -> Batch:

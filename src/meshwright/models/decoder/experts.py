@@ -375,12 +375,18 @@ def _exchange(
 
 
 def with_router_losses(
-    sums: LossSums, kept: list[Any], tokens: int, settings: LossConfig, period: int = 1
+    sums: LossSums,
+    kept: list[Any],
+    tokens: int,
+    targets: jax.Array,
+    settings: LossConfig,
+    period: int = 1,
 ) -> LossSums:
     """The loss of a micro-batch of `tokens` with those of its routers, averaged over the layers.
 
-    `kept`: RouterSums of layers or of stacks of layers, or nothing. A loop over periods of a
-    pattern has a stack for each of its layers.
+    Micro-batches count by their number of `targets`, whatever the weights of these are. `kept`:
+    RouterSums of layers or of stacks of layers, or nothing. A loop over periods of a pattern has a
+    stack for each of its layers.
     """
     routers = [one for one in kept if one is not None]
     if not routers:
@@ -391,15 +397,15 @@ def with_router_losses(
     )
     balance = chosen.shape[-1] * jnp.sum(chosen / tokens * (scores / tokens), axis=-1)
     load = jnp.max(chosen, axis=-1) / jnp.mean(chosen, axis=-1)
-    count = sums.count.astype(jnp.float32)  # each summed loss is divided by it
+    count = targets.astype(jnp.float32)  # each summed loss is divided by it
     extra = {
-        "load_balance": ExtraLoss(jnp.mean(balance) * count, settings.load_balance),
-        "router_z": ExtraLoss(jnp.mean(squares) / tokens * count, settings.router_z),
+        "load_balance": ExtraLoss(jnp.mean(balance) * count, settings.load_balance, targets),
+        "router_z": ExtraLoss(jnp.mean(squares) / tokens * count, settings.router_z, targets),
     }
-    metrics = {**sums.metrics, "highest_load": Metric(jnp.mean(load) * count)}
+    metrics = {**sums.metrics, "highest_load": Metric(jnp.mean(load) * count, targets)}
     if routers[0].dropped is not None:
         dropped = _by_layer([one.dropped for one in routers], 1, period)
-        metrics["dropped"] = Metric(jnp.sum(dropped) / jnp.sum(chosen) * count)
+        metrics["dropped"] = Metric(jnp.sum(dropped) / jnp.sum(chosen) * count, targets)
     extra = {**sums.extra, **extra}
     return dataclasses.replace(sums, metrics=metrics, extra=extra, chosen=lax.stop_gradient(chosen))
 

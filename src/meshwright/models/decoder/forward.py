@@ -39,6 +39,7 @@ from meshwright.models.loss import (
     lm_logits,
     next_token_log_probs,
     next_token_loss,
+    target_count,
 )
 from meshwright.models.settings import LossConfig
 from meshwright.models.states import KeptKeys, PagedCache
@@ -98,7 +99,9 @@ def loss(
     head, targets = lm_head(params, config), arranged(batch["targets"])
     weights = arranged(batch["weights"]) if "weights" in batch else None
     sums = next_token_loss(x, head, targets, scale, config.vocab, compute, settings, weights)
-    return with_router_losses(sums, kept, batch["tokens"].size, settings, len(config.pattern))
+    counted = target_count(targets)
+    size, period = batch["tokens"].size, len(config.pattern)
+    return with_router_losses(sums, kept, size, counted, settings, period)
 
 
 def log_probs(
