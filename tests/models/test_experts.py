@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from tests.models.tiny_architectures import save
 from tests.training import toy
 
 import meshwright as mw
 from meshwright import MeshwrightError
-from meshwright.models import Compute, LossConfig, model_config
+from meshwright.models import Compute, LossConfig, from_hf_config, load_hf, model_config
 from meshwright.models.decoder import DecoderConfig, abstract_arrays, decoder_rules, experts
 from meshwright.models.decoder.experts import RouterSums, choose, mixture, with_router_losses
 from meshwright.models.decoder.kinds import ExpertsKind, MlpKind
@@ -31,6 +34,7 @@ from meshwright.training import TrainConfig, abstract_step
 from meshwright.training.compute import exchange_text
 from meshwright.training.config import ComputeConfig
 from meshwright.training.setup import check_sizes, choose_rules, training_mesh
+from meshwright.training.state import new_state
 
 CONFIG = DecoderConfig(
     48, 2, 32, heads=4, kv_heads=2, head_dim=8, mlp=24, max_seq=64, experts=8, experts_per_token=2,
@@ -384,3 +388,38 @@ def test_routers_stay_in_float32() -> None:
     assert [name for name, spec in arrays.items() if spec.is_matrix and not spec.is_cast] == [
         "router"
     ]
+
+
+@pytest.mark.parametrize("mesh", [toy.ONE, "dp=1,fsdp=2,ep=2,tp=1,sp=2"])
+def test_the_losses_of_routers_and_the_loads_leave_padding_out(mesh: str, tmp_path: Path) -> None:
+    """As transformers leaves out what an attention mask of 0 has."""
+    import torch
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model = save("qwen3_moe", tmp_path)
+    config, lengths = from_hf_config(tmp_path), [16, 5, 9, 2]
+    rules = decoder_rules(sp=True, ep="ep=" in mesh)
+    run = toy.parts(toy.Setting(mesh=mesh, config=config, rules=rules), optax.set_to_zero())
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, run.target.params)
+    params = load_hf(tmp_path, config, shardings)
+    state = new_state(run.arrays, run.target, run.optimizer, run.mesh, params=params)
+    tokens = np.random.default_rng(2).integers(0, 48, (1, 4, 16)).astype(np.int32)
+    segments = (np.arange(16) < np.array(lengths)[:, None])[None].astype(np.int32)
+    targets = np.where(segments[..., 1:] > 0, tokens[..., 1:], -1)
+    batch = {
+        "tokens": tokens * segments,
+        "targets": np.pad(targets, ((0, 0), (0, 0), (0, 1)), constant_values=-1),
+        "segments": segments,
+        "positions": np.broadcast_to(np.arange(16, dtype=np.int32), tokens.shape),
+    }
+    _, report = run.functions.train(state, run.put(batch))
+    mask = torch.as_tensor(segments[0], dtype=torch.int64)
+    out = model(torch.as_tensor(batch["tokens"][0]), attention_mask=mask, output_router_logits=True)
+    layers = [load_balancing_loss_func((one,), 8, 3, mask) for one in out.router_logits]
+    np.testing.assert_allclose(report["load_balance"], torch.stack(layers).mean().item(), rtol=1e-5)
+    counted = [one.detach()[mask.reshape(-1) > 0] for one in out.router_logits]
+    squares = [float((torch.logsumexp(one, -1) ** 2).mean()) for one in counted]
+    np.testing.assert_allclose(report["router_z"], np.mean(squares), rtol=1e-5)
+    chosen = [torch.bincount(one.topk(3).indices.reshape(-1), minlength=8) for one in counted]
+    loads = [(one / one.float().mean()).tolist() for one in chosen]
+    np.testing.assert_allclose(report["expert_loads"], loads, rtol=1e-6)

@@ -69,11 +69,13 @@ def mixture(
     experts: ExpertsKind,
     compute: Compute,
     padding: jax.Array | None = None,
+    uncounted: jax.Array | None = None,
 ) -> tuple[jax.Array, RouterSums]:
     """What the experts add to the residual stream, of what `norm_before` gives.
 
     An engine's step gives `padding` [batch, length], the tokens that are nobody's: for them no
-    expert need be read. Nothing of it is differentiated.
+    expert need be read. Nothing of it is differentiated. In training those are `uncounted`: they
+    are in no sum of the router.
     """
     layouts = compute.layouts
     over, target = layouts.axes(layouts.mlp), layouts.residual
@@ -91,6 +93,8 @@ def mixture(
     if padding is not None and exchange is None and padding.size <= FEW_TOKENS:
         # of more tokens, almost all experts are read
         arrays["padding"] = reshard(padding, P(batch, length))
+    if uncounted is not None:
+        arrays["uncounted"] = reshard(uncounted, P(batch, length))
     # the kernels for few tokens are without factors
     is_adapted = any(isinstance(w[name], Adapted) for name in _MATRICES if name in w)
     may_be_few = "padding" in arrays and not is_adapted and not summed
@@ -109,6 +113,8 @@ def mixture(
         if compute.capacity:
             full = over_capacity(chosen.reshape(*x.shape[:2], -1), most).reshape(chosen.shape)
             chosen, weights = jnp.where(full, experts.count, chosen), jnp.where(full, 0, weights)
+            if "uncounted" in arrays:
+                full = full & ~arrays["uncounted"].reshape(-1, 1)
             dropped = jnp.sum(full, dtype=jnp.float32)[None]
             sums = dataclasses.replace(sums, dropped=dropped)
         tokens = [
@@ -194,9 +200,14 @@ def _route(
         chosen, weights, scores = choose(logits, experts, bias)
         if padding is not None:
             chosen = jnp.where(padding[:, None], experts.count, chosen)
-    times = jnp.sum(_one_hot(chosen, experts.count), (0, 1), dtype=jnp.float32)
-    squares = jnp.sum(jax.nn.logsumexp(logits, axis=-1) ** 2)
-    return chosen, weights, RouterSums(times[None], jnp.sum(scores, 0)[None], squares[None])
+    is_chosen, squares = _one_hot(chosen, experts.count), jax.nn.logsumexp(logits, axis=-1) ** 2
+    if "uncounted" in arrays:
+        counted = ~arrays["uncounted"].reshape(-1)
+        is_chosen = is_chosen & counted[:, None, None]
+        scores, squares = jnp.where(counted[:, None], scores, 0), jnp.where(counted, squares, 0)
+    times = jnp.sum(is_chosen, (0, 1), dtype=jnp.float32)
+    sums = RouterSums(times[None], jnp.sum(scores, 0)[None], jnp.sum(squares)[None])
+    return chosen, weights, sums
 
 
 def _base(matrix: Any) -> jax.Array:
@@ -377,7 +388,7 @@ def _exchange(
 def with_router_losses(
     sums: LossSums,
     kept: list[Any],
-    tokens: int,
+    tokens: float | jax.Array,
     targets: jax.Array,
     settings: LossConfig,
     period: int = 1,
@@ -396,7 +407,8 @@ def with_router_losses(
         for name, ndim in (("chosen", 2), ("scores", 2), ("squares", 1))
     )
     balance = chosen.shape[-1] * jnp.sum(chosen / tokens * (scores / tokens), axis=-1)
-    load = jnp.max(chosen, axis=-1) / jnp.mean(chosen, axis=-1)
+    mean = jnp.mean(chosen, axis=-1)
+    load = jnp.max(chosen, axis=-1) / jnp.maximum(mean, 1e-9)  # of padding alone it is 0
     count = targets.astype(jnp.float32)  # each summed loss is divided by it
     extra = {
         "load_balance": ExtraLoss(jnp.mean(balance) * count, settings.load_balance, targets),
@@ -405,7 +417,8 @@ def with_router_losses(
     metrics = {**sums.metrics, "highest_load": Metric(jnp.mean(load) * count, targets)}
     if routers[0].dropped is not None:
         dropped = _by_layer([one.dropped for one in routers], 1, period)
-        metrics["dropped"] = Metric(jnp.sum(dropped) / jnp.sum(chosen) * count, targets)
+        share = jnp.sum(dropped) / jnp.maximum(jnp.sum(chosen), 1)
+        metrics["dropped"] = Metric(share * count, targets)
     extra = {**sums.extra, **extra}
     return dataclasses.replace(sums, metrics=metrics, extra=extra, chosen=lax.stop_gradient(chosen))
 

@@ -100,8 +100,10 @@ def loss(
     weights = arranged(batch["weights"]) if "weights" in batch else None
     sums = next_token_loss(x, head, targets, scale, config.vocab, compute, settings, weights)
     counted = target_count(targets)
-    size, period = batch["tokens"].size, len(config.pattern)
-    return with_router_losses(sums, kept, size, counted, settings, period)
+    size: float | jax.Array = batch["tokens"].size
+    if "segments" in batch:  # which are 0 for padding
+        size = jnp.maximum(jnp.sum(batch["segments"] > 0, dtype=jnp.float32), 1)
+    return with_router_losses(sums, kept, size, counted, settings, len(config.pattern))
 
 
 def log_probs(
@@ -150,6 +152,7 @@ def _forward(
     by_head = P(*layouts.heads.partitions[:2])
     rotations = _rotations(config, placed(positions, by_head))
     segments = None if segments is None else placed(segments)
+    uncounted = None if segments is None or state is not None else segments == 0
 
     def layer(kind: LayerKind, mask: Mask, context: ContextParallel) -> Layer:
         def attend(
@@ -165,7 +168,7 @@ def _forward(
 
         rope, tables = rotations[kind.attention.rope, kind.attention.rotated_dim]
         step = DecodeStep.of(state.tokens, tables) if isinstance(state, PagedCache) else None
-        of_tokens = TokenContext(attend, rope, padding, step)
+        of_tokens = TokenContext(attend, rope, padding, uncounted, step)
         return functools.partial(run_layer, kind=kind, context=of_tokens, compute=compute)
 
     noise = token_noise(batch, tokens)

@@ -36,6 +36,7 @@ class TokenContext:
     attend: Callable[..., tuple[jax.Array, Any]]
     rope: Callable[[jax.Array], jax.Array]  # rotates queries or keys by their positions
     padding: jax.Array | None = None  # [batch, length]: of an engine's step, which are nobody's
+    uncounted: jax.Array | None = None  # [batch, length]: padding in training
     step: DecodeStep | None = None  # whose blocks may have kernels for few tokens
 
 
@@ -66,10 +67,10 @@ def run_layer(
             return *experts_block(x, update, of_mlp, padding, kind), state
         if not kind.parallel:
             x, normed = enter(x, update, of_mlp, kind.norm, "middle", compute)
-            added, sums = _mlp(normed, of_mlp, kind, compute, padding)
+            added, sums = _mlp(normed, of_mlp, kind, compute, context)
             return x, added, sums if state is None else state
         normed = normed if kind.shared_norm else norm_before(x, of_mlp, kind.norm)
-        added, sums = _mlp(normed, of_mlp, kind, compute, padding)
+        added, sums = _mlp(normed, of_mlp, kind, compute, context)
         return x, update + added, sums if state is None else state
 
 
@@ -99,12 +100,13 @@ def _attention(
 
 
 def _mlp(
-    normed: jax.Array, w: Params, kind: LayerKind, compute: Compute, padding: jax.Array | None
+    normed: jax.Array, w: Params, kind: LayerKind, compute: Compute, context: TokenContext
 ) -> tuple[jax.Array, RouterSums | None]:
     """What the mlp or the experts add, and what their router did."""
     sums = None
     if kind.experts.count:
-        added, sums = mixture(normed, w, kind.mlp, kind.experts, compute, padding)
+        of_tokens = context.padding, context.uncounted
+        added, sums = mixture(normed, w, kind.mlp, kind.experts, compute, *of_tokens)
     else:
         added = feed_forward(normed, w, compute, kind.mlp.activation, kind.mlp.clamp)
     return _scaled(norm_after(added, w, kind.norm), kind), sums
