@@ -64,6 +64,44 @@ print(json.dumps(comparison_data(compare(config, chips, Run(1e9, within=1e6)))))
 """
 
 
+AWKWARD = """
+import json, multiprocessing, os, signal
+from meshwright.planner import processes
+
+processes._cpus = lambda: 2
+own = os.getpid()
+
+def kills_itself(n):
+    if n == 5 and os.getpid() != own:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return n
+
+def in_one(_):
+    return list(processes.in_processes(abs, range(4)))
+
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    [in_daemon] = pool.map(in_one, [0])
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+killed = list(processes.in_processes(kills_itself, range(9)))
+print(json.dumps({"killed": killed, "daemon": in_daemon, "handled": in_one(0)}))
+"""
+
+ORPHANED = """
+import os, time
+from meshwright.planner import processes
+
+processes._cpus = lambda: 2
+
+def run(n):
+    if n > 1:
+        time.sleep(600)
+    return os.getpid()
+
+for pid in processes.in_processes(run, range(4)):
+    print(pid, flush=True)
+"""
+
+
 def _printed(script: str) -> dict[str, object]:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
@@ -80,6 +118,20 @@ def test_processes_are_forked_only_where_that_is_safe() -> None:
     assert found["own"] not in found["forked"]  # type: ignore[operator]
     assert found["one"] == found["beside"] == found["initialized"] == own
     assert found["said"] == "no 13"
+
+
+def test_processes_that_are_killed_or_daemons_or_handle_signals_do_not_matter() -> None:
+    same = list(range(4))
+    assert _printed(AWKWARD) == {"killed": list(range(9)), "daemon": same, "handled": same}
+
+
+def test_processes_end_with_the_one_that_started_them() -> None:
+    command = [sys.executable, "-c", ORPHANED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert {int(first.stdout.readline()) for _ in range(2)} != {first.pid}
+        first.kill()
+        assert first.stdout.read() == ""  # returns when no process holds the other end
 
 
 def test_machines_compared_in_processes_are_compared_as_in_one() -> None:
