@@ -75,6 +75,9 @@ def test_a_file_adds_chips_and_prices(tmp_path: Path) -> None:
         ('[chips.mine]\nlike = "h1000"', "not in the catalogue"),
         ('[chips.mine]\nlike = "h100"\nflops = 3', "not a figure of a chip"),
         ('[chips.mine]\nlike = "h100"\nlinks = "3"', "not a number above 0"),
+        ('[chips.mine]\nlike = "h100"\nmemory_bytes = nan', "not a number above 0"),
+        ('[chips.mine]\nlike = "h100"\nbf16_flops = inf', "not a number above 0"),
+        ("[prices]\nh100 = nan", "not a number of dollars"),
         ("[prices", "is not TOML"),
     ],
 )

@@ -1,6 +1,7 @@
 """What all commands read alike: numbers, flags given once, and flags before train's settings."""
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 
@@ -47,7 +48,7 @@ def quantity(text: str) -> float:
     """
     found = re.fullmatch(r"[$]?([0-9_]*[.]?[0-9]+(?:[eE][+]?[0-9]{1,2})?)([kmbgt]?)", text, re.I)
     number = float(found[1].replace("_", "")) if found else 0.0
-    if not found or not number:
+    if not found or not 0 < number < math.inf:
         raise MeshwrightError(f"{text[:40]!r} is not an amount, such as 15T, 4M, 100k or 1e12")
     return number * 1000.0 ** _SUFFIXES.get(found[2].lower(), 0)
 
@@ -62,7 +63,7 @@ def seconds(text: str) -> float:
     [2592000.0, 43200.0, 5400.0, 600.0, 0.05]
     """
     found = re.fullmatch(rf"([0-9]*[.]?[0-9]+)({'|'.join(_UNITS)})", text.strip().lower())
-    if not found or not float(found[1]):
+    if not found or not 0 < float(found[1]) < math.inf:
         raise MeshwrightError(f"{text[:40]!r} is not a time, such as 30d, 12h, 90m or 500ms")
     return float(found[1]) * _UNITS[found[2]]
 

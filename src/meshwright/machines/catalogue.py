@@ -10,6 +10,7 @@ a100-96 = 1.9
 """
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,7 +80,7 @@ def _chip(name: str, figures: Any, where: str) -> Chip:
             raise MeshwrightError(
                 f"{where}: {figure!r} is not a figure of a chip{did_you_mean(figure, FIGURES)}"
             )
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if not _is_positive(value):
             raise MeshwrightError(f"{where}: {figure} = {value!r} is not a number above 0")
         if isinstance(getattr(base, figure), int):
             given[figure] = int(value)
@@ -92,8 +93,13 @@ def _chip(name: str, figures: Any, where: str) -> Chip:
     )
 
 
+def _is_positive(value: Any) -> bool:
+    """Of TOML, which has nan, inf and booleans too."""
+    return isinstance(value, int | float) and value is not True and 0 < value < math.inf
+
+
 def _price(known: Catalogue, name: str, dollars: Any, where: str) -> tuple[str, Price]:
-    if isinstance(dollars, bool) or not isinstance(dollars, int | float) or dollars <= 0:
+    if not _is_positive(dollars):
         raise MeshwrightError(f"{where}: price {name} = {dollars!r} is not a number of dollars")
     chips = 1
     chip = known.chip(name)
