@@ -275,7 +275,14 @@ def test_meshes_by_time_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "batch"), [("--batch auto", 512), ("--batch-tokens 4M", 2048), ("--batch 24", 24)]
+    ("words", "batch"),
+    [
+        ("--batch auto", 512),
+        ("--batch=auto", 512),
+        ("--batch-tokens 4M", 2048),
+        ("--batch 24", 24),
+        ("--batch 24 --compute.attention auto", 24),
+    ],
 )
 def test_a_batch_as_people_give_it(
     words: str, batch: int, capsys: pytest.CaptureFixture[str]
@@ -291,6 +298,7 @@ def test_a_batch_as_people_give_it(
         ("--on h100:8 --within 3d", "--within needs the tokens of the run"),
         ("--on h100 --tokens 1X", "--tokens: '1X' is not an amount"),
         ("--on h100 --tokens 1T --within 3", "--within: '3' is not a time"),
+        (f"--on h100:8 --batch-tokens {'9' * 400}", "is not an amount"),
         ("--on h100 --tokens 1T --failures -1", "--failures: '-1' is not a number above 0"),
         ("--on h100,nope --tokens 1T", "machine 'nope' is not known"),
         ("--on h100:8 --tokens 1T --budget 10", "the cheapest takes"),

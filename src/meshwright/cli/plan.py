@@ -230,9 +230,9 @@ def _config(
     """
     batch_tokens = _read(words, "--batch-tokens", quantity)
     named = named_settings(words)
-    auto = False
-    if "batch" in named and "auto" in words:
-        auto = take(words, "--batch") == "auto"
+    auto = take(list(words), "--batch") == "auto"
+    if auto:
+        take(words, "--batch")
     if batch_tokens is not None and "batch" in named:
         raise MeshwrightError("--batch and --batch-tokens are the same; give one of them")
     fixed = named | ({"batch"} if auto or batch_tokens is not None else set())
