@@ -236,6 +236,16 @@ def test_machines_are_compared_in_the_terminal_and_as_data(
     assert [one["chips"] for one in data["curve"]][-1] == 32
 
 
+def test_the_curve_of_a_machine_keeps_the_limits_of_its_meshes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--rank-by", "fastest", "--mesh", "tp=4", "--curve", "--json"]
+    main([*SMALL, *words])
+    data = json.loads(capsys.readouterr().out)
+    rates = {one["machine"]: one["tokens_per_second"] for one in data["curve"]}
+    assert rates["v5e:4x4"] == data["ranked"][0]["tokens_per_second"]
+
+
 def test_the_tokens_of_a_run_add_time_and_cost_to_a_plan(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -26,6 +26,7 @@ from meshwright.present import count, write_page
 
 if TYPE_CHECKING:
     from meshwright.planner import Comparison, Plan, Run, Size
+    from meshwright.planner.constraints import Constraints
     from meshwright.training import TrainConfig
 
 HELP = """usage: meshwright plan MODEL --on MACHINE [--batch N] [--seq N] [the settings of train]
@@ -140,16 +141,25 @@ def plan_command(arguments: Sequence[str]) -> None:
         comparison, points = _compare(words, names, catalogue, run, curves)
         _print_compared(comparison, points, as_json=as_json, html=html, top=top)
         return
-    ranking = _ranking(words, Machine.parse(on, catalogue.own), catalogue, run)
-    from meshwright.planner.report import explain, find_mesh, found_data, page, plan_data, report
+    ranking, limits = _ranking(words, Machine.parse(on, catalogue.own), catalogue, run)
+    from meshwright.planner.report import (
+        curve_data,
+        explain,
+        find_mesh,
+        found_data,
+        page,
+        plan_data,
+        report,
+    )
 
     mesh = None if shown is None else find_mesh(ranking, shown)
-    points = _curve(ranking) if curves else []
+    points = _curve(ranking, limits) if curves else []
     if html is not None:
-        others = _sizes(ranking) if curves else []
+        others = _sizes(ranking, limits) if curves else []
         _write(html, page(ranking, points, others), as_json)
     if as_json:
-        print(json.dumps(plan_data(ranking) if mesh is None else found_data(ranking, mesh)))
+        data = plan_data(ranking) if mesh is None else found_data(ranking, mesh)
+        print(json.dumps(data | ({"curve": curve_data(points)} if curves else {})))
     if as_json or html is not None:
         return
     console = Console()
@@ -380,26 +390,26 @@ def _progress(machines: int) -> Callable[[int], None]:
     return done
 
 
-def _curve(ranking: "Plan") -> list[tuple[Machine, float, float]]:
+def _curve(ranking: "Plan", limits: "Constraints") -> list[tuple[Machine, float, float]]:
     if ranking.workload.kind == "serve":
         return []
-    from meshwright.planner import constraints_of, curve
+    from meshwright.planner import curve
 
-    limits = constraints_of(ranking.config)
     return curve(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
 
 
-def _sizes(ranking: "Plan") -> "list[Size]":
+def _sizes(ranking: "Plan", limits: "Constraints") -> "list[Size]":
     if ranking.workload.kind == "serve":
         return []
-    from meshwright.planner import constraints_of, planned_sizes
+    from meshwright.planner import planned_sizes
 
-    limits = constraints_of(ranking.config)
     return planned_sizes(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
 
 
-def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run | None") -> "Plan":
-    """The plan that the command line asks for."""
+def _ranking(
+    words: list[str], machine: Machine, catalogue: Catalogue, run: "Run | None"
+) -> "tuple[Plan, Constraints]":
+    """The plan that the command line asks for, and the limits of its choices."""
     mesh = take(words, "--mesh")
     rank_by = take(words, "--rank-by") or "throughput"
     price = _read(words, "--cost-per-hour", _price)
@@ -412,7 +422,7 @@ def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run
         "max_adapter_rank": take_integer(words, "--engine.max-adapter-rank", 1),
     }
     config, named = _config(words, run, kind)
-    from meshwright.planner import plan  # imports jax
+    from meshwright.planner import constraints_of, plan  # which import jax
 
     made = plan(
         config, machine, mesh=mesh, kind=kind,
@@ -420,11 +430,13 @@ def _ranking(words: list[str], machine: Machine, catalogue: Catalogue, run: "Run
         cost_per_hour=price, named=named, weights=weights, cache=cache, **slots,
         imbalance=1.0 if imbalance is None else imbalance, like=stack,
     )  # fmt: skip
+    limits = constraints_of(config, named, mesh)
     if run is None:
-        return made
+        return made, limits
     if price is None and machine.chip.name in catalogue.prices:
         price = catalogue.prices[machine.chip.name].dollars
-    return dataclasses.replace(made, tokens=run.tokens, long_run=run.long_run, cost_per_hour=price)
+    made = dataclasses.replace(made, tokens=run.tokens, long_run=run.long_run, cost_per_hour=price)
+    return made, limits
 
 
 def _price(text: str) -> float:

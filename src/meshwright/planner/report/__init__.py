@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         comparison_data,
         comparison_page,
         comparison_report,
+        curve_data,
         curve_lines,
     )
     from meshwright.planner.report.data import found_data, plan_data, plan_from_data, read_plan
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     from meshwright.planner.report.terminal import report
 
 __all__ = [
-    "comparison_data", "comparison_page", "comparison_report", "curve_lines", "explain",
-    "find_mesh", "found_data", "load_data", "load_report", "page", "plan_data", "plan_from_data",
-    "read_plan", "report",
+    "comparison_data", "comparison_page", "comparison_report", "curve_data", "curve_lines",
+    "explain", "find_mesh", "found_data", "load_data", "load_report", "page", "plan_data",
+    "plan_from_data", "read_plan", "report",
 ]  # fmt: skip
 
 import_when_used(__name__)

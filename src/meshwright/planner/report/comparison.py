@@ -207,11 +207,16 @@ def comparison_data(found: Comparison, points: Curve | None = None) -> dict[str,
         "machines": [_offer_data(one) for one in found.offers],
         "refused": [{"machine": one.name, "why": one.why} for one in found.refused],
         "unpriced": list(found.unpriced),
-        "curve": [
-            {"machine": str(one), "chips": one.num_chips, "tokens_per_second": rate, "mfu": mfu}
-            for one, rate, mfu in points or []
-        ],
+        "curve": curve_data(points or []),
     }
+
+
+def curve_data(points: Curve) -> list[dict[str, Any]]:
+    """Each number of chips with what it reaches."""
+    return [
+        {"machine": str(one), "chips": one.num_chips, "tokens_per_second": rate, "mfu": mfu}
+        for one, rate, mfu in points
+    ]
 
 
 def _offer_data(one: Offer) -> dict[str, Any]:
