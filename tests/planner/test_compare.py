@@ -4,6 +4,7 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 from typing import Any
 
 import pytest
@@ -346,3 +347,15 @@ def test_a_curve_has_the_machine_and_its_neighbours() -> None:
     assert [one.num_chips for one, _, _ in points] == [2, 4, 8, 16, 32]
     rate, step = points[2][1], best_step(SMALL, machine)
     assert rate == pytest.approx(64 * 2048 / (step or 1))
+
+
+def test_the_shortest_run_is_of_any_size_and_of_the_machines_that_can_do_it() -> None:
+    sizes = list(machine_sizes(CHIPS["v5e"], 16384))[-7:]
+    each = compare(SMALL, sizes, Run(1e12)).offers
+    quickest = min(each, key=lambda one: one.seconds).machine
+    assert quickest not in sizes[-4:]
+    with pytest.raises(MeshwrightError, match=re.escape(f" on {quickest}")):
+        compare(SMALL, [CHIPS["v5e"]], Run(1e12, within=3600))
+    fp8 = dataclasses.replace(SMALL, compute=dataclasses.replace(SMALL.compute, matmul="fp8"))
+    with pytest.raises(MeshwrightError, match=r"the shortest takes .* on h100:2x8"):
+        compare(fp8, [CHIPS["v5e"], Machine.parse("h100:2x8")], Run(1e12, within=3600))

@@ -9,6 +9,7 @@ cheapest that meets the deadline and the budget or, with a budget alone, the fas
 each machine the fastest mesh counts.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -365,10 +366,14 @@ def _impossible(ask: _Ask, machines: list[Machine | Chip], refused: list[NoOffer
         priced = [one for one in answers if isinstance(one, Offer) and one.cost is not None]
         if priced:
             return f"{problem}; the cheapest takes {said(min(priced, key=ask.order))}"
-    found: list[Offer] = []
+    shortest: Offer | None = None
     for one in machines:
-        largest = list(machine_sizes(one, MOST_CHIPS))[-4:] if isinstance(one, Chip) else [one]
-        found += filter(None, map(ask.offer, largest))
-    if not found:
+        sizes = [one] if isinstance(one, Machine) else list(machine_sizes(one, MOST_CHIPS))
+        with contextlib.suppress(MeshwrightError):  # what this machine is refused for
+            for size in reversed(sizes):  # the largest first: few of the others are faster
+                below = math.inf if shortest is None else shortest.seconds
+                if ask.least_seconds(size) < below:
+                    shortest = ask.offer(size, below) or shortest
+    if shortest is None:
         return f"{problem}: {whys}"
-    return f"{problem}; the shortest takes {said(min(found, key=lambda one: one.seconds))}"
+    return f"{problem}; the shortest takes {said(shortest)}"
