@@ -236,7 +236,7 @@ def test_machines_are_compared_in_the_terminal_and_as_data(
     assert [one["chips"] for one in data["curve"]][-1] == 32
 
 
-def test_the_curve_of_a_machine_keeps_the_limits_of_its_meshes(
+def test_the_curve_of_a_machine_keeps_the_limits_and_the_imbalance(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--rank-by", "fastest", "--mesh", "tp=4", "--curve", "--json"]
@@ -244,6 +244,11 @@ def test_the_curve_of_a_machine_keeps_the_limits_of_its_meshes(
     data = json.loads(capsys.readouterr().out)
     rates = {one["machine"]: one["tokens_per_second"] for one in data["curve"]}
     assert rates["v5e:4x4"] == data["ranked"][0]["tokens_per_second"]
+    experts = "plan qwen3-30b-a3b --on h200:8 --batch 64 --seq 2048 --mesh ep=8 --imbalance 3"
+    main([*shlex.split(experts), *words[:2], *words[4:]])
+    data = json.loads(capsys.readouterr().out)
+    assert data["curve"][0]["machine"] == "h200:8"
+    assert data["curve"][0]["tokens_per_second"] == data["ranked"][0]["tokens_per_second"]
 
 
 def test_the_tokens_of_a_run_add_time_and_cost_to_a_plan(

@@ -395,7 +395,9 @@ def _curve(ranking: "Plan", limits: "Constraints") -> list[tuple[Machine, float,
         return []
     from meshwright.planner import curve
 
-    return curve(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
+    return curve(
+        ranking.config, ranking.machine, limits, ranking.model, ranking.like, ranking.imbalance
+    )
 
 
 def _sizes(ranking: "Plan", limits: "Constraints") -> "list[Size]":
@@ -403,7 +405,9 @@ def _sizes(ranking: "Plan", limits: "Constraints") -> "list[Size]":
         return []
     from meshwright.planner import planned_sizes
 
-    return planned_sizes(ranking.config, ranking.machine, limits, ranking.model, ranking.like)
+    return planned_sizes(
+        ranking.config, ranking.machine, limits, ranking.model, ranking.like, ranking.imbalance
+    )
 
 
 def _ranking(

@@ -180,24 +180,39 @@ class Size:
 
 
 def curve(
-    config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None, like: str = ""
+    config: TrainConfig,
+    machine: Machine,
+    limits: Constraints,
+    model: Any = None,
+    like: str = "",
+    imbalance: float = 1.0,
 ) -> list[tuple[Machine, float, float]]:
     """Tokens/s and MFU of the fastest mesh, on a quarter to four times as many chips."""
-    sizes = _sizes([config], machine, limits, model, like)
+    sizes = _sizes([config], machine, limits, model, like, imbalance)
     return [(size.machine, size.tokens_per_second, size.estimate.mfu) for size in sizes]
 
 
 def planned_sizes(
-    config: TrainConfig, machine: Machine, limits: Constraints, model: Any = None, like: str = ""
+    config: TrainConfig,
+    machine: Machine,
+    limits: Constraints,
+    model: Any = None,
+    like: str = "",
+    imbalance: float = 1.0,
 ) -> list[Size]:
     """The fastest mesh on a quarter to four times as many chips, with such batches too."""
     batches = {round(config.batch * factor) for factor in (0.25, 0.5, 1, 2, 4)} - {0}
     configs = [dataclasses.replace(config, batch=batch) for batch in sorted(batches)]
-    return _sizes(configs, machine, limits, model, like)
+    return _sizes(configs, machine, limits, model, like, imbalance)
 
 
 def _sizes(
-    configs: Sequence[TrainConfig], machine: Machine, limits: Constraints, model: Any, like: str
+    configs: Sequence[TrainConfig],
+    machine: Machine,
+    limits: Constraints,
+    model: Any,
+    like: str,
+    imbalance: float,
 ) -> list[Size]:
     chips = machine.num_chips
     others = [one for one in machine_sizes(machine.chip, 4 * chips) if one.num_chips != chips]
@@ -207,6 +222,7 @@ def _sizes(
     def size(pair: tuple[TrainConfig, Machine]) -> Size | None:
         config, other = pair
         workload, limited = _workload(config, other, limits, model)
+        workload = dataclasses.replace(workload, imbalance=imbalance)
         found = fastest(workload.running_like(like), limited)
         if found is None:
             return None
