@@ -15,6 +15,7 @@ import meshwright as mw
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from meshwright.torch.checks import check_model  # noqa: E402
 from meshwright.torch.placement import place  # noqa: E402
 from meshwright.torch.styles import styles  # noqa: E402
 
@@ -106,3 +107,86 @@ def test_a_model_that_cannot_run_alone_says_why() -> None:
     _, split = styles(model, placements, example=torch.ones(2, 6))
     assert split.note is None
     assert split.layers == {"0", "1"}
+
+
+class GeluLinear(torch.nn.Linear):
+    """Right on a part of its outputs, wrong as a sum over parts of its inputs."""
+
+    def forward(self, x: Any) -> Any:
+        return torch.nn.functional.gelu(super().forward(x))
+
+
+class SoftmaxLinear(torch.nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x).softmax(-1)
+
+
+class HalfLinear(torch.nn.Linear):
+    """Scales its bias too."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) / 2
+
+
+class Positions(torch.nn.Embedding):
+    """Looks up positions, not what it is given, as OPT does."""
+
+    def forward(self, mask: Any) -> Any:
+        return super().forward(mask.clamp(max=1).cumsum(-1) - 1)
+
+
+class ScaledEmbedding(torch.nn.Embedding):
+    def forward(self, tokens: Any) -> Any:
+        return super().forward(tokens) * 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "is_right"),
+    [
+        (GeluLinear, "o i -> o@tp i", True),
+        (GeluLinear, "o i -> o i@tp", False),
+        (SoftmaxLinear, "o i -> o@tp i", False),
+        (HalfLinear, "o i -> o@tp i", True),
+        (HalfLinear, "o i -> o i@tp", False),
+        (Positions, "v e -> v@tp e", False),
+        (Positions, "v e -> v e@tp", True),
+        (ScaledEmbedding, "v e -> v@tp e", True),
+    ],
+)
+def test_a_layer_with_a_forward_of_its_own_is_split_where_its_parts_are_right(
+    kind: Any, rule: str, is_right: bool
+) -> None:
+    model = torch.nn.Sequential(kind(12, 12))
+    bias = [("bias", "o -> o@tp")] if rule.endswith("o@tp i") else []
+    rules = mw.PathRules([("weight", rule), *bias, (".*", ())])
+    placements = place(model, "dp=1,tp=3", rules)
+    if is_right:
+        assert styles(model, placements)
+        return
+    with pytest.raises(mw.MeshwrightError, match=rf"'0': the forward of {kind.__name__} computes"):
+        styles(model, placements)
+
+
+class WithScale(torch.nn.Linear):
+    """A Linear with a third parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "layer", [WithScale(), torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(6, 6))]
+)
+def test_a_split_layer_has_a_weight_and_a_bias_only(layer: Any) -> None:
+    rules = mw.PathRules([("weight", "o i -> o@tp i"), ("bias", "o -> o@tp"), (".*", ())])
+    model = torch.nn.Sequential(layer)
+    with pytest.raises(mw.MeshwrightError, match="only Linear and Embedding weights can be"):
+        styles(model, place(model, "dp=1,tp=2", rules))
+
+
+@pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq", "sparse"])
+def test_an_embedding_that_needs_the_full_batch_or_table_is_refused(option: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(6, 6, **{option: True}))
+    with pytest.raises(mw.MeshwrightError, match=f"'0' is an Embedding with {option}=True"):
+        check_model(model, place(model, "dp=2"))

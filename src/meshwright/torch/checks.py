@@ -17,6 +17,7 @@ from meshwright.torch.placement import Placement, Placements, tied
 def check_model(model: nn.Module, placements: Placements) -> None:
     """Raise if this model cannot be split so."""
     _check_untouched(model)
+    _check_embeddings(model)
     _check_tied(model, placements)
     _check_heads(model, placements)
     _check_divides(model, placements)
@@ -36,6 +37,19 @@ def _check_untouched(model: nn.Module) -> None:
                 f"parameter {name!r} is a DTensor already; give parallelize the plain model, which "
                 "may be on the meta device"
             )
+
+
+def _check_embeddings(model: nn.Module) -> None:
+    """A rank has neither all entries nor all tokens of a batch."""
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if value := getattr(module, option):
+                raise MeshwrightError(
+                    f"{path!r} is an {type(module).__name__} with {option}={value}, which needs "
+                    "all entries and tokens on every rank; make it without"
+                )
 
 
 def _check_tied(model: nn.Module, placements: Placements) -> None:

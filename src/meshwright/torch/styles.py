@@ -37,8 +37,10 @@ from meshwright.torch.dry_run import (
     with_first_tensor,
 )
 from meshwright.torch.lora import A, B
+from meshwright.torch.own_forward import check_own_forward
 from meshwright.torch.placement import Placements
 
+_WEIGHT, _LAYER = {"weight"}, {"weight", "bias", A, B}  # what a split layer must and may have
 _SEQUENCE = 1  # the dim of the sequence in [batch, length, embed]
 
 
@@ -56,6 +58,7 @@ def styles(
     if placements.axes.tp == 1:
         return {}, SplitActivations()
     kinds = _kinds(model, placements)
+    check_own_forward(model, kinds, placements.axes.tp)
     head = _output_head(model)
     inputs = example_of(model, example)
     if inputs is None:
@@ -123,6 +126,15 @@ def _kinds(model: nn.Module, placements: Placements) -> dict[str, str]:
             continue
         if all(dim is None for dim in dims.values()):
             kinds[path] = "whole"
+        elif (
+            not isinstance(module, nn.Linear | nn.Embedding) or not _LAYER >= dims.keys() >= _WEIGHT
+        ):
+            name = next(full for name, full in own.items() if dims.get(name) is not None)
+            raise MeshwrightError(
+                f"parameter {name!r} of a {type(module).__name__} is split over {tensor!r}, and "
+                "only Linear and Embedding weights can be, of a layer with no more than a weight "
+                f"and a bias; give it a rule that keeps it whole over {tensor!r}"
+            )
         elif isinstance(module, nn.Linear):
             kinds[path] = "colwise" if dims["weight"] == 0 else "rowwise"
             wanted = dict(dims) | {"bias": 0 if kinds[path] == "colwise" else None}
@@ -132,15 +144,8 @@ def _kinds(model: nn.Module, placements: Placements) -> dict[str, str]:
                     f"'{path}.bias' does not go with its weight, which is {kinds[path]}: give it "
                     f"the layout 'out -> {fit}'"
                 )
-        elif isinstance(module, nn.Embedding):
-            kinds[path] = "vocab" if dims["weight"] == 0 else "embedding columns"
         else:
-            name = next(full for name, full in own.items() if dims.get(name) is not None)
-            raise MeshwrightError(
-                f"parameter {name!r} of a {type(module).__name__} is split over {tensor!r}, and "
-                "only Linear and Embedding weights can be; give it a rule that keeps it whole "
-                f"over {tensor!r}"
-            )
+            kinds[path] = "vocab" if dims["weight"] == 0 else "embedding columns"
     return kinds
 
 

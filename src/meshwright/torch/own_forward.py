@@ -1,0 +1,86 @@
+"""Split layers whose class has a forward pass of its own, compared with the complete layer.
+
+The dry run puts random numbers in the place of what a Linear or Embedding gives, so it does not see
+what a subclass computes: `act(x @ weight.T)` is right on a part of the outputs, and wrong as a sum
+of parts of the inputs.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import MeshwrightError
+from meshwright.torch.lora import LoraLinear
+
+_KNOWN = (nn.Linear.forward, nn.Embedding.forward, LoraLinear.forward)
+
+
+def check_own_forward(model: nn.Module, kinds: Mapping[str, str], tp: int) -> None:
+    """Refuse a subclass that is not the sum, or the concatenation, of what its parts compute."""
+    checked = set()
+    for path, kind in kinds.items():
+        module: Any = model.get_submodule(path)
+        if kind == "whole" or type(module).forward in _KNOWN:
+            continue
+        key = (type(module), kind, module.weight.shape)
+        if key in checked:
+            continue
+        checked.add(key)
+        try:
+            with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                is_same = _is_same_in_parts(module, kind, tp)
+        except Exception:  # whatever the class raises on a part
+            is_same = False
+        if not is_same:
+            raise MeshwrightError(
+                f"{path!r}: the forward of {type(module).__name__} computes something else on a "
+                f"part of its weight ({kind} over tp); give it a rule that keeps it whole over tp"
+            )
+
+
+def _is_same_in_parts(module: Any, kind: str, tp: int) -> bool:
+    outputs, width = module.weight.shape
+    if isinstance(module, nn.Linear):
+        weight, x = torch.randn(outputs, width), torch.randn(2, 3, width)
+    else:  # a table may be large: numbers that repeat take no memory
+        weight = torch.randn(outputs, 1) if kind == "vocab" else torch.randn(1, width)
+        weight, x = weight.expand(outputs, width), torch.randint(outputs, (2, 8))
+    bias = torch.randn(outputs) if getattr(module, "bias", None) is not None else None
+    complete = _run(module, weight, bias, x)
+    parts = weight.chunk(tp, 0 if kind in ("colwise", "vocab") else -1)
+    if kind == "colwise":
+        biases = [None] * tp if bias is None else bias.chunk(tp)
+        pairs = zip(parts, biases, strict=True)
+        joined = torch.cat([_run(module, part, own, x) for part, own in pairs], -1)
+    elif kind == "rowwise":
+        pairs = zip(parts, x.chunk(tp, -1), strict=True)
+        joined = sum(_run(module, part, None, own) for part, own in pairs)
+        joined = joined if bias is None else joined + bias
+    elif kind == "vocab":
+        joined = torch.zeros_like(complete)
+        for rank, part in enumerate(parts):
+            tokens = x - rank * len(parts[0])
+            own = (tokens >= 0) & (tokens < len(part))
+            entry = _run(module, part, None, torch.where(own, tokens, 0))
+            joined += entry * own.unsqueeze(-1)
+    else:
+        joined = torch.cat([_run(module, part, None, x) for part in parts], -1)
+    limit = 1e-4 * complete.abs().max().item()
+    return complete.shape == joined.shape and torch.allclose(complete, joined, 0.0, limit)
+
+
+def _run(module: nn.Module, weight: torch.Tensor, bias: Any, x: torch.Tensor) -> torch.Tensor:
+    """The forward pass of a copy of a module with another weight and bias."""
+    bare = copy.copy(module)
+    bare.training = False
+    bare._parameters = {"weight": weight} | ({"bias": bias} if "bias" in module._parameters else {})
+    bare._buffers = {
+        name: torch.ones_like(value, device="cpu") if value.is_meta else value.detach().cpu()
+        for name, value in module._buffers.items()
+        if value is not None
+    }
+    return bare.forward(x)
