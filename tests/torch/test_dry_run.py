@@ -190,3 +190,18 @@ def test_an_embedding_that_needs_the_full_batch_or_table_is_refused(option: str)
     model = torch.nn.Sequential(torch.nn.Embedding(6, 6, **{option: True}))
     with pytest.raises(mw.MeshwrightError, match=f"'0' is an Embedding with {option}=True"):
         check_model(model, place(model, "dp=2"))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_model_that_recomputes_itself_is_all_gathered(use_reentrant: bool) -> None:
+    class Recomputes(torch.nn.Sequential):
+        def forward(self, x: Any) -> Any:
+            recomputed = torch.utils.checkpoint.checkpoint
+            return recomputed(super().forward, x, use_reentrant=use_reentrant)
+
+    model = Recomputes(torch.nn.Linear(6, 12), torch.nn.GELU(), torch.nn.Linear(12, 6))
+    rules = mw.PathRules([("0/weight", "o i -> o@tp i"), ("0/bias", "o -> o@tp"),
+                          ("2/weight", "o i -> o i@tp"), (".*", ())])  # fmt: skip
+    _, split = styles(model, place(model, "dp=1,tp=2", rules), example=torch.ones(2, 6))
+    assert not split.layers
+    assert "activations are all-gathered around 0, 2" in str(split.note)

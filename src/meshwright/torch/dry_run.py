@@ -77,18 +77,19 @@ def split_activations(
     """
     try:
         dry = _DryRun(model, kinds, head, example)
+        split = dry.closed(dry.candidates)
+        while split:
+            ranks = (dry.wrong(split, rank, tp) for rank in {0, tp - 1})
+            wrong = next(filter(None, ranks), None)
+            if not wrong:
+                break
+            alike = {generic(path) for path in wrong}
+            split = dry.closed({path for path in split if generic(path) not in alike})
     except MeshwrightError:
         raise
-    except Exception as reason:  # whatever the model's code raises
+    except Exception as reason:  # whatever the model's code raises, also in its backward pass
         text = str(reason).partition("\n")[0]
         return SplitActivations(problem=f"a dry run failed with {type(reason).__name__}: {text}")
-    split = dry.closed(dry.candidates)
-    while split:
-        wrong = next((found for rank in {0, tp - 1} if (found := dry.wrong(split, rank, tp))), None)
-        if not wrong:
-            break
-        alike = {generic(path) for path in wrong}
-        split = dry.closed({path for path in split if generic(path) not in alike})
     blocks = dry.blocks(split)
     readers = frozenset().union(*blocks.values())
     return SplitActivations(frozenset(split), dry.partial(split), frozenset(blocks), readers)
@@ -349,7 +350,7 @@ class _DryRun:
             value = make()
         else:
             if call not in self._full.outputs:
-                raise _MismatchError(path)
+                raise _MismatchError(f"{path!r} is called again, as by torch.utils.checkpoint")
             value = self._full.outputs[call].detach()
             split, rank, tp = self._part
             if path in split and self._kinds[path] == "colwise":
