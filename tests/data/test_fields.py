@@ -82,6 +82,13 @@ def test_mistakes_are_named(spec: str, words: str) -> None:
     assert words in str(said.value)
 
 
+@pytest.mark.parametrize("value", [["ab"], {"k": "ab"}, True, b"ab"])
+def test_a_value_that_is_no_text_is_refused(value: Any) -> None:
+    """EasyLM refuses it too; its Python text would be trained on."""
+    with pytest.raises(MeshwrightError, match=f"'q' is {type(value).__name__}, not text"):
+        encoded("[p+q],a", RECORD | {"q": value})
+
+
 @pytest.mark.parametrize("token", [400, 10**20])
 def test_an_id_that_the_tokenizer_does_not_have_is_named(token: int) -> None:
     encoding = Encoding(fields=Fields(f"[q],<|{token}|>", bos=1))

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.data import readers
+from meshwright.data import Encoding, Fields, readers
+from meshwright.data.packing import formats_of
 from meshwright.data.readers import Reading, find_files, read_documents
 from meshwright.errors import MeshwrightError
 
@@ -266,3 +267,26 @@ def test_a_line_that_is_not_json_is_named_with_its_column(tmp_path: Path) -> Non
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": }\n')
     (said,) = read(tmp_path / "bad.jsonl")[1]
     assert "line 2 is not JSON, at column 10: Expecting value" in said
+
+
+def test_lines_of_json_under_another_name_may_begin_with_a_mark(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_bytes('\ufeff{"text": "a"}\r\n{"text": "b"}\r\n'.encode())
+    assert read(file) == (["a", "b"], [])
+
+
+@pytest.mark.parametrize(
+    ("name", "reading", "encoding", "flag"),
+    [
+        ("a.txt", Reading(), Encoding(fields=Fields("text")), "--fields"),
+        ("a.txt", Reading(format="messages"), Encoding(), "--format"),
+        ("a.txt", Reading(field="body"), Encoding(), "--field"),
+        ("a.jsonl", Reading(split_on="x"), Encoding(), "--split-on"),
+    ],
+)
+def test_an_option_for_files_of_another_kind_is_refused(
+    name: str, reading: Reading, encoding: Encoding, flag: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text('{"text": "a"}\n')
+    with pytest.raises(MeshwrightError, match=f"^{flag} is for .*; leave it out"):
+        formats_of([tmp_path / name], reading, encoding)

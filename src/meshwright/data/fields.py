@@ -51,14 +51,14 @@ class Fields:
         pieces: list[Piece] = []
         if self.add_bos and self.bos is not None:
             pieces.append(TokenPiece([self.bos], 0))
-        spec = str(_value(record, self.from_example)) if self.from_example else self.spec
+        spec = _text(record, self.from_example) if self.from_example else self.spec
         for number, (field, has_loss) in enumerate(_parsed(spec)):
             if token := _TOKEN.fullmatch(field):
                 pieces.append(TokenPiece([self._token(token["name"], end)], has_loss))
             elif field.startswith("{") and field.endswith("}"):
                 pieces.append(TokenPiece(self._base64(record, field[1:-1]), has_loss))
             else:
-                values = [str(_value(record, key.strip())) for key in field.split("+")]
+                values = [_text(record, key.strip()) for key in field.split("+")]
                 text = self.prepend_text * (number == 0) + self.separator.join(values)
                 pieces.append(TextPiece(text, [((0, len(text)), has_loss)]))
         if self.add_eos:
@@ -103,6 +103,13 @@ def _parsed(spec: str) -> list[tuple[str, int]]:
             )
         fields.append((field, int(not bracketed)))
     return fields
+
+
+def _text(record: Mapping[str, Any], key: str) -> str:
+    value = _value(record, key)
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise MeshwrightError(f"field {key!r} is {type(value).__name__}, not text or a number")
+    return str(value)
 
 
 def _value(record: Mapping[str, Any], key: str) -> Any:

@@ -157,10 +157,17 @@ def formats_of(files: Sequence[Path], reading: Reading, encoding: Encoding) -> d
         found = None if holds_text(file) else asked or _format_of_first_record(file)
         if found is not None:
             formats[file] = found
-    if not formats and encoding.flags_of_examples:
+    flags = list(encoding.flags_of_examples)
+    flags += ["--fields"] * (encoding.fields is not None) + ["--format"] * bool(reading.format)
+    if not formats and flags:
         raise MeshwrightError(
-            f"{encoding.flags_of_examples[0]} is for examples, and '{files[0]}' holds text; leave "
-            "it out"
+            f"{flags[0]} is for examples, and '{files[0]}' holds text; leave it out"
+        )
+    if reading.field is not None and all(map(holds_text, files)):
+        raise MeshwrightError(f"--field is for records, and '{files[0]}' holds text; leave it out")
+    if reading.split_on is not None and not any(map(holds_text, files)):
+        raise MeshwrightError(
+            f"--split-on is for text files, and '{files[0]}' holds records; leave it out"
         )
     texts = [file for file in files if file not in formats]
     if formats and texts:

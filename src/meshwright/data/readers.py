@@ -3,6 +3,7 @@
 Every reader streams. Errors go to the callback `bad`, which raises or counts them.
 """
 
+import codecs
 import gzip
 import importlib
 import io
@@ -274,7 +275,7 @@ def _json_list(file: Path, bad: Bad) -> Records:
     try:
         value = json.loads(data)
     except ValueError as reason:
-        if data.lstrip().startswith(b"{"):
+        if data.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"{"):
             yield from _json_lines(file, bad)
         else:
             bad(f"'{file}' is not JSON: {reason}")
