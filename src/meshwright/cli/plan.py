@@ -25,8 +25,7 @@ from meshwright.machines import Catalogue, Machine, read_catalogue
 from meshwright.present import count, write_page
 
 if TYPE_CHECKING:
-    from meshwright.planner import Comparison, Plan, Run, Size
-    from meshwright.planner.constraints import Constraints
+    from meshwright.planner import Comparison, Constraints, Plan, Run, Size
     from meshwright.training import TrainConfig
 
 HELP = """usage: meshwright plan MODEL --on MACHINE [--batch N] [--seq N] [the settings of train]

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from meshwright.audits import Collective
     from meshwright.planner.auto import planned, planned_to_serve
     from meshwright.planner.compilers import in_stages, staged
-    from meshwright.planner.constraints import constraints_of
+    from meshwright.planner.constraints import Constraints, constraints_of
     from meshwright.planner.goodput import LongRun
     from meshwright.planner.links import over, place_axes
     from meshwright.planner.load import Deployment, Deployments, Load, deployments
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from meshwright.planner.workload import Choice, Workload, apply
 
 __all__ = [
-    "Choice", "Collective", "Comparison", "Deployment", "Deployments", "Estimate", "Load",
-    "LongRun", "Memory", "Offer", "Plan", "ProgramPlan", "Refusal", "Run", "Size", "StepModel",
-    "Workload", "apply", "batch_for", "check_kind", "compare", "constraints_of", "curve",
-    "deployments", "in_stages", "machines_named", "memory", "over", "place_axes", "plan",
+    "Choice", "Collective", "Comparison", "Constraints", "Deployment", "Deployments", "Estimate",
+    "Load", "LongRun", "Memory", "Offer", "Plan", "ProgramPlan", "Refusal", "Run", "Size",
+    "StepModel", "Workload", "apply", "batch_for", "check_kind", "compare", "constraints_of",
+    "curve", "deployments", "in_stages", "machines_named", "memory", "over", "place_axes", "plan",
     "plan_config", "plan_partitioned", "planned", "planned_sizes", "planned_to_serve", "sequences",
     "staged", "without_price",
 ]  # fmt: skip
