@@ -154,7 +154,13 @@ def test_mistakes_are_one_readable_message_and_status_2(
 
 
 @pytest.mark.parametrize(
-    "said", [["--compute.remat", "full"], ["--accumulation", "2"], ["--optimizer.name", "lion"]]
+    "said",
+    [
+        ["--compute.remat", "full"],
+        ["--accumulation", "2"],
+        ["--optimizer.name", "lion"],
+        ["--curve"],
+    ],
 )
 def test_what_only_training_has_is_refused_for_serving(
     said: list[str], capsys: pytest.CaptureFixture[str]

@@ -117,6 +117,11 @@ def test_an_imbalance_below_one_is_refused() -> None:
         plan("tiny-moe", "h100:8", batch=16, seq=64, imbalance=0.5)
 
 
+def test_an_imbalance_without_experts_is_refused() -> None:
+    with pytest.raises(MeshwrightError, match="imbalance=2: tiny has no experts; leave it out"):
+        plan("tiny", "h100:8", batch=16, seq=64, imbalance=2)
+
+
 def test_meshes_that_train_refuses_with_a_capacity_are_refused() -> None:
     given = {"batch": 16, "seq": 64, "compute.capacity": 1.25}
     found = plan("tiny-moe", "h100:8", **given)

@@ -235,7 +235,8 @@ def test_mistakes_are_told(
     assert "settings dpo.… belong to --objective dpo" in mistake(*llama_data, "--dpo.beta", "1")
     dpo = ["--objective", "dpo"]
     assert "dpo.beta=-1.0 must be above 0" in mistake(*llama_data, *dpo, "--dpo.beta", "-1")
-    assert "objective is dpo" in mistake(*llama_data, *dpo, "--loss.z-loss", "1e-4")
+    for name in ("z-loss", "router-z", "load-balance"):
+        assert "objective is dpo" in mistake(*llama_data, *dpo, f"--loss.{name}", "1e-4")
     assert "is of the JAX backend" in mistake(*llama_data, *dpo, "--backend", "torch")
     said = mistake("t5-tiny", *llama_data[1:], *dpo)
     assert "objective='dpo' is not one of this model; it trains on 'span" in said

@@ -236,6 +236,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_is_made(
         model, *SETTINGS, "--run", str(run), "--cpu-devices", "1", "--stop-at", "6"
     )
     assert "nothing to do: " in said
+    assert "steps 12 to" not in said
 
 
 def test_one_run_at_a_time_writes_to_a_folder(

@@ -111,6 +111,8 @@ def plan_command(arguments: Sequence[str]) -> None:
     shown, html = take(words, "--explain"), take(words, "--html")
     top, refused = take_integer(words, "--top", 1), take_switch(words, "--refused")
     as_json, curves = take_switch(words, "--json"), take_switch(words, "--curve")
+    if curves and "--serve" in words:
+        raise MeshwrightError("--curve is of training, and serving is planned; leave it out")
     file = take(words, "--catalogue")
     catalogue = Catalogue() if file is None else read_catalogue(file)
     on = take(words, "--on")

@@ -16,7 +16,7 @@ from meshwright.errors import MeshwrightError, did_you_mean, explained, one_of
 from meshwright.launch import flat_settings
 from meshwright.lazy import without_collector
 from meshwright.machines import Machine, larger
-from meshwright.models import QUANTIZED_BASES, family_of, model_config, what_fits
+from meshwright.models import QUANTIZED_BASES, experts_of, family_of, model_config, what_fits
 from meshwright.ops import QUANTIZED_DTYPES
 from meshwright.ops.attention import CACHE_DTYPES
 from meshwright.planner.attention import slow_attention
@@ -125,6 +125,9 @@ def plan_config(
             "positions, and an engine serves no more; give fewer tokens, or a config.json with "
             "more positions"
         )
+    if imbalance != 1 and experts_of(workload.model) is None:
+        name = config.model or "the model"
+        raise MeshwrightError(f"imbalance={imbalance:g}: {name} has no experts; leave it out")
     if engine is None and (speed := config.loss.balance_bias):
         kept_by = "LoRA" if config.lora.rank else "DPO" if workload.has_reference else ""
         check_balance(family_of(model).arrays(workload.model), speed, kept_by)

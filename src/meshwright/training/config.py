@@ -246,11 +246,13 @@ class TrainConfig:
             raise MeshwrightError("the settings torch.… belong to --backend torch; add it")
         if self.objective != DPO and self.dpo != DpoConfig():
             raise MeshwrightError("the settings dpo.… belong to --objective dpo; add it")
-        if self.objective == DPO and self.loss.z_loss:
-            raise MeshwrightError(
-                f"loss.z_loss={self.loss.z_loss} is added to the loss of next tokens, and objective"
-                " is dpo; leave one of them out"
-            )
+        for name in ("z_loss", "router_z", "load_balance") if self.objective == DPO else ():
+            value = getattr(self.loss, name)
+            if value and value != getattr(LossConfig(), name):
+                raise MeshwrightError(
+                    f"loss.{name}={value} is added to the loss of next tokens, and objective is "
+                    "dpo; leave one of them out"
+                )
         for name in ("steps", "batch", "seq", "accumulation"):
             if values[name] > LARGEST_COUNT:
                 raise MeshwrightError(f"{name}={values[name]} must be at most {LARGEST_COUNT}")

@@ -115,10 +115,6 @@ class Loop:
             self.eval_losses = self._read_eval_losses(first)
         if config.checkpoint.keep_best:
             self.checkpoints.losses = self.eval_losses
-        for line in announcement(self.backend, config, first):
-            self._say(line)
-        if self.saved is not None:
-            self._say(f"resuming from step {self.saved} in {self.checkpoints.folder}")
         last = config.steps if config.stop_at is None else min(config.steps, config.stop_at)
         if first >= last:
             self._say(f"nothing to do: {config.run} is at step {first}, and {last} are wanted")
@@ -126,6 +122,10 @@ class Loop:
         if why := self._no_longer_better():
             self._say(f"nothing to do: {why}; a larger --eval.patience continues {config.run}")
             return
+        for line in announcement(self.backend, config, first):
+            self._say(line)
+        if self.saved is not None:
+            self._say(f"resuming from step {self.saved} in {self.checkpoints.folder}")
         with contextlib.ExitStack() as lock:
             if self.speaks:
                 self.check_owned = lock.enter_context(only_run_in(config.run))
