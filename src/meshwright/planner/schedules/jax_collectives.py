@@ -350,5 +350,5 @@ class _Step(WeightCollectives):
         what, times = "sums over tokens of the routers", self.micro_batches
         yield Collective("all-reduce", over, each, times, "forward", what, pieces=3 + drops)
         for axes in (self.batch, self.over("sp")):
-            what = "number of targets of a micro-batch"
-            yield Collective("all-reduce", axes, self.four, times, "forward", what)
+            what = "numbers of targets and tokens of a micro-batch"
+            yield Collective("all-reduce", axes, self.four, 2 * times, "forward", what)
