@@ -163,7 +163,9 @@ def test_a_layer_with_a_forward_of_its_own_is_split_where_its_parts_are_right(
     if is_right:
         assert styles(model, placements)
         return
-    with pytest.raises(mw.MeshwrightError, match=rf"'0': the forward of {kind.__name__} computes"):
+    with pytest.raises(
+        mw.MeshwrightError, match=rf"'0': the forward of {kind.__name__} (computes|raises)"
+    ):
         styles(model, placements)
 
 

@@ -57,16 +57,18 @@ def styles(
     """
     if placements.axes.tp == 1:
         return {}, SplitActivations()
-    kinds = _kinds(model, placements)
-    check_own_forward(model, kinds, placements.axes.tp)
+    kinds, tp = _kinds(model, placements), placements.axes.tp
     head = _output_head(model)
     inputs = example_of(model, example)
-    if inputs is None:
-        missing = "no input of the model is known; give parallelize(…, example=…)"
-        split = SplitActivations(problem=missing)
-    else:
-        tp = placements.axes.tp
-        split = from_first_rank(lambda: split_activations(model, kinds, tp, head, inputs))
+
+    def decide() -> SplitActivations:
+        check_own_forward(model, kinds, tp)
+        if inputs is None:
+            missing = "no input of the model is known; give parallelize(…, example=…)"
+            return SplitActivations(problem=missing)
+        return split_activations(model, kinds, tp, head, inputs)
+
+    split = from_first_rank(decide)
     blocks = blocks_of(model)
     split_norms = _norms_between(model, kinds, split, blocks) if sequence_parallel else set()
     partial = {id(p) for name, p in model.named_parameters() if name in split.parameters}
