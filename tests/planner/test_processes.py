@@ -65,7 +65,7 @@ print(json.dumps(comparison_data(compare(config, chips, Run(1e9, within=1e6)))))
 
 
 AWKWARD = """
-import json, multiprocessing, os, signal
+import json, multiprocessing, os, signal, time
 from meshwright.planner import processes
 
 processes._cpus = lambda: 2
@@ -79,11 +79,30 @@ def kills_itself(n):
 def in_one(_):
     return list(processes.in_processes(abs, range(4)))
 
+def fails(n):
+    if n == 0:
+        raise ValueError("at once")
+    time.sleep(600)
+
+real_fork, forks = os.fork, []
+
+def fork():
+    forks.append(0)
+    if len(forks) == 2:
+        raise OSError("no memory")
+    return real_fork()
+
 with multiprocessing.get_context("fork").Pool(1) as pool:
     [in_daemon] = pool.map(in_one, [0])
 signal.signal(signal.SIGTERM, lambda number, frame: None)
 killed = list(processes.in_processes(kills_itself, range(9)))
-print(json.dumps({"killed": killed, "daemon": in_daemon, "handled": in_one(0)}))
+try:
+    in_one(list(processes.in_processes(fails, range(4))))
+except ValueError as error:
+    raised = str(error)
+os.fork = fork
+found = {"killed": killed, "daemon": in_daemon, "raised": raised, "refused": in_one(0)}
+print(json.dumps(found | {"forks": len(forks), "handled": in_one(0)}))
 """
 
 ORPHANED = """
@@ -120,9 +139,12 @@ def test_processes_are_forked_only_where_that_is_safe() -> None:
     assert found["said"] == "no 13"
 
 
-def test_processes_that_are_killed_or_daemons_or_handle_signals_do_not_matter() -> None:
+def test_processes_that_are_killed_refused_or_daemons_do_not_matter() -> None:
     same = list(range(4))
-    assert _printed(AWKWARD) == {"killed": list(range(9)), "daemon": same, "handled": same}
+    assert _printed(AWKWARD) == {
+        "killed": list(range(9)), "daemon": same, "raised": "at once", "refused": same, "forks": 2,
+        "handled": same,
+    }  # fmt: skip
 
 
 def test_processes_end_with_the_one_that_started_them() -> None:

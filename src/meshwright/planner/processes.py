@@ -1,8 +1,9 @@
-"""A function of each of several things, in as many processes as this machine has CPUs.
+"""Map a function over items in as many processes as this machine has CPUs, on Linux.
 
 for offer in in_processes(offer_on, machines): ...
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -12,33 +13,51 @@ from typing import Any, TypeVar
 
 from meshwright.interrupt import LISTENER, before_end
 
-_Thing = TypeVar("_Thing")
+_Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 _work: tuple[Callable[[Any], Any], Sequence[Any]]  # what processes inherit
 
 
-def in_processes(run: Callable[[_Thing], _Result], things: Sequence[_Thing]) -> Iterator[_Result]:
-    """`map(run, things)`, in their order. Results, and exceptions, are pickled."""
-    count, done = min(_cpus(), len(things)), 0
+def in_processes(run: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
+    """`map(run, items)`, in their order. Results, and exceptions, are pickled."""
+    count, done = min(_cpus(), len(items)), 0
     if count > 1 and _can_fork():
-        import multiprocessing
-        from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+        for result in _by_forked(run, items, count):
+            yield result
+            done += 1
+    yield from map(run, items[done:])
 
-        def kill() -> None:
-            for process in multiprocessing.active_children():
-                process.kill()
 
-        global _work
-        _work = run, things
-        fork = multiprocessing.get_context("fork")
+def _by_forked(
+    run: Callable[[_Item], _Result], items: Sequence[_Item], count: int
+) -> Iterator[_Result]:
+    """The first results: all of them unless a process cannot be made, or is killed."""
+    import multiprocessing
+    from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+
+    global _work
+    _work = run, items
+    others = set(multiprocessing.active_children())
+
+    def kill() -> None:
+        for process in set(multiprocessing.active_children()) - others:
+            process.kill()
+
+    with before_end(kill):
         try:
-            with before_end(kill), ProcessPoolExecutor(count, fork, _begin) as pool:
-                for result in pool.map(_of, range(len(things))):
-                    yield result
-                    done += 1
-        except BrokenProcessPool:  # one was killed, as where memory is short: the rest is run here
-            pass
-    yield from map(run, things[done:])
+            pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin)
+            answers = [pool.submit(_result_of, index) for index in range(len(items))]
+        except (OSError, NotImplementedError):  # no memory, process or semaphore is left
+            kill()
+            return
+        try:
+            for answer in answers:
+                yield answer.result()
+        except BrokenProcessPool:  # one was killed, as where memory is short
+            return
+        finally:
+            kill()  # an error does not wait for what still runs
+            pool.shutdown()
 
 
 def _cpus() -> int:
@@ -65,7 +84,8 @@ def _begin() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a caller may have a handler
     signal.set_wakeup_fd(-1)  # of the first process
-    threading.Thread(target=_end_with_first, daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no thread is left
+        threading.Thread(target=_end_with_first, daemon=True).start()
 
 
 def _end_with_first() -> None:
@@ -77,6 +97,6 @@ def _end_with_first() -> None:
     os._exit(1)
 
 
-def _of(place: int) -> Any:
-    run, things = _work
-    return run(things[place])
+def _result_of(index: int) -> Any:
+    run, items = _work
+    return run(items[index])
