@@ -48,9 +48,10 @@ def quantity(text: str) -> float:
     """
     found = re.fullmatch(r"[$]?([0-9_]*[.]?[0-9]+(?:[eE][+]?[0-9]{1,2})?)([kmbgt]?)", text, re.I)
     number = float(found[1].replace("_", "")) if found else 0.0
-    if not found or not 0 < number < math.inf:
+    number *= 1000.0 ** _SUFFIXES.get(found[2].lower(), 0) if found else 1
+    if not 0 < number < math.inf:
         raise MeshwrightError(f"{text[:40]!r} is not an amount, such as 15T, 4M, 100k or 1e12")
-    return number * 1000.0 ** _SUFFIXES.get(found[2].lower(), 0)
+    return number
 
 
 _UNITS = {"ms": 1e-3, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -63,9 +64,10 @@ def seconds(text: str) -> float:
     [2592000.0, 43200.0, 5400.0, 600.0, 0.05]
     """
     found = re.fullmatch(rf"([0-9]*[.]?[0-9]+)({'|'.join(_UNITS)})", text.strip().lower())
-    if not found or not 0 < float(found[1]) < math.inf:
+    number = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if not 0 < number < math.inf:
         raise MeshwrightError(f"{text[:40]!r} is not a time, such as 30d, 12h, 90m or 500ms")
-    return float(found[1]) * _UNITS[found[2]]
+    return number
 
 
 def check_given_once(words: Sequence[str]) -> None:

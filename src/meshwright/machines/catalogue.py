@@ -10,7 +10,7 @@ a100-96 = 1.9
 """
 
 import dataclasses
-import math
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,8 +94,9 @@ def _chip(name: str, figures: Any, where: str) -> Chip:
 
 
 def _is_positive(value: Any) -> bool:
-    """Of TOML, which has nan, inf and booleans too."""
-    return isinstance(value, int | float) and value is not True and 0 < value < math.inf
+    """Of TOML, which has nan, inf, booleans and integers of any length too."""
+    is_number = isinstance(value, int | float) and value is not True
+    return is_number and 0 < value <= sys.float_info.max
 
 
 def _price(known: Catalogue, name: str, dollars: Any, where: str) -> tuple[str, Price]:
