@@ -31,6 +31,7 @@ LONGEST_END_S = 30.0  # for what is cleaned up; a second Ctrl-C does not wait fo
 _T = TypeVar("_T")
 _listening = False
 _ending = threading.Event()
+_saying = threading.Lock()
 # innermost last
 _takers: dict[int, list[Callable[[], bool]]] = {number: [] for number in EXIT_CODES}
 _lines: list[Callable[[], str]] = [lambda: "stopped"]
@@ -109,6 +110,13 @@ def ending_by_signal() -> bool:
     return _ending.is_set()
 
 
+def unless_ending(action: Callable[[], object]) -> None:
+    """Call it, but not after the line of a signal that is ending this process."""
+    with _saying:
+        if not _ending.is_set():
+            action()
+
+
 @contextlib.contextmanager
 def _registered(entries: list[_T], entry: _T) -> Iterator[None]:
     entries.append(entry)
@@ -132,7 +140,7 @@ def _end_unless_taken(number: int) -> None:
         return
     _ending.set()
     shown = "\x1b[?25h\n" if os.isatty(2) else ""  # a live line may have hidden the cursor
-    with contextlib.suppress(OSError):
+    with _saying, contextlib.suppress(OSError):
         os.write(2, f"{shown}{_lines[-1]()}\n".encode())
     # in a thread, so that this one hears a second Ctrl-C
     threading.Thread(target=_end, args=(EXIT_CODES[signal.Signals(number)],), daemon=True).start()

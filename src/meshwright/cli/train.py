@@ -1,5 +1,6 @@
 """`meshwright train`: settings from the command line and from a file, then the loop."""
 
+import functools
 import sys
 import threading
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from meshwright.cli.flags import named_settings, take
 from meshwright.cli.parser import read
 from meshwright.errors import MeshwrightError
 from meshwright.files import print_line
+from meshwright.interrupt import unless_ending
 from meshwright.training import TrainConfig, config_from_file
 
 HELP = """Train a language model on any mesh.
@@ -30,7 +32,8 @@ def train_command(arguments: Sequence[str]) -> None:
     config = settings(arguments)
     check_data(config)
     # jax takes a second or more to import: say so before anyone wonders
-    slow = threading.Timer(1.0, lambda: print_line(f"{config.model}: importing jax …", sys.stderr))
+    line = functools.partial(print_line, f"{config.model}: importing jax …", sys.stderr)
+    slow = threading.Timer(1.0, unless_ending, (line,))
     slow.daemon = True
     slow.start()
     from meshwright.api import train  # imports what plans and compiles
