@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import functools
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from meshwright.errors import MeshwrightError
+
+_log = logging.getLogger("meshwright")
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _WRITING = _FULL | {errno.EROFS, errno.EFBIG}
@@ -183,6 +187,12 @@ def warn_once(about: str, text: str) -> None:
         _warned.add(about)
         with contextlib.suppress(OSError):
             print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@functools.lru_cache(maxsize=256)
+def log_once(text: str) -> None:
+    """Log a line of information, the first time."""
+    _log.info(text)
 
 
 class HeldPath:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from meshwright.files import log_once
 from meshwright.models import Compute, DecoderConfig, serving_of
 from meshwright.models.decoder import decode_step
 from meshwright.models.decoder.decode_step import DecodeStep, attention_block, experts_block
@@ -115,7 +116,7 @@ def test_a_layer_that_they_do_not_support_has_a_reason(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(decode_step, "few_tokens_unavailable", lambda *_: None)
-    decode_step._log_once.cache_clear()
+    log_once.cache_clear()
     caplog.set_level("INFO", "meshwright")
     w = _layer(np.random.default_rng(0), jnp.bfloat16)
     nothing = jnp.zeros(0, jnp.int32)

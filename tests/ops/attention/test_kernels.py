@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import MeshwrightError
+from meshwright.files import log_once
 from meshwright.ops.attention import EVERYTHING, KERNELS, Call, Mask, choose, kernels
 
 CPU = Call("cpu", "float32", 4096, 4096, 128, Mask(), segmented=False)
@@ -59,7 +60,7 @@ def test_there_is_a_kernel_for_every_call(platform: str, mask: Mask) -> None:
 
 
 def test_what_was_passed_over_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    kernels._say.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="meshwright"):
         choose(CPU)
         choose(changed(head_dim=64))  # the same choice for the same reasons
@@ -80,7 +81,7 @@ def test_kernels_of_other_hardware_are_not_mentioned(platform: str) -> None:
 
 
 def test_a_slower_kernel_is_said_to_be_slower(caplog: pytest.LogCaptureFixture) -> None:
-    kernels._say.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="meshwright"):
         choose(changed(platform="tpu", dtype="float16"))
         choose(changed(platform="tpu"), "blockwise")

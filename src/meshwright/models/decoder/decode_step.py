@@ -7,14 +7,13 @@ heads and experts add stays partial sums, which the next norm adds up.
 """
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
+from meshwright.files import log_once
 from meshwright.models.blocks import Params, Update, activate, project
 from meshwright.models.compute import Compute
 from meshwright.models.decoder.kinds import LayerKind
@@ -42,7 +41,6 @@ from meshwright.ops.attention import (
 
 _MOST_TOKENS = 2  # of the smallest program; more were not measured
 EXPERT_MATRICES = ("gate", "up", "down")
-_log = logging.getLogger("meshwright")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +110,8 @@ class DecodeStep:
         )
         why = next((why for holds, why in every if not holds), None)
         if why is not None:
-            _log_once(f"decode of few tokens: no kernels of their own for {block}: {why}")
+            log_once(f"decode of few tokens: no kernels of their own for {block}: {why}")
         return why is None
-
-
-@functools.lru_cache(maxsize=64)
-def _log_once(text: str) -> None:
-    _log.info(text)
 
 
 def attention_block(

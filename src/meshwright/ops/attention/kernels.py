@@ -1,7 +1,5 @@
 """The attention kernels, and the choice of the fastest one that supports a call."""
 
-import functools
-import logging
 from typing import Any
 
 import jax
@@ -9,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.files import log_once
 from meshwright.ops.attention.block import (
     Block,
     Call,
@@ -31,8 +30,6 @@ from meshwright.ops.attention.padding import (
 )
 from meshwright.ops.attention.splash import splash
 from meshwright.ops.collectives import current_platform
-
-_log = logging.getLogger("meshwright")
 
 KERNELS: dict[str, Kernel] = {
     "hopper": hopper,
@@ -120,12 +117,6 @@ def _kernel(
     return chosen, chosen.lengths(call)
 
 
-@functools.lru_cache(maxsize=256)
-def _say(text: str) -> None:
-    """Log a text once."""
-    _log.info(text)
-
-
 def _fastest_first(call: Call) -> list[str]:
     names = list(KERNELS)
     on_gpu = call.platform in ("gpu", "cuda")
@@ -142,7 +133,7 @@ def choose(call: Call, kernel: str = "auto") -> str:
     fused = FUSED.get(call.platform, ())
     slower = f", slower than {' and '.join(fused)}" if fused and name not in fused else ""
     if kernel == "auto" or slower:
-        _say(f"attention kernel: {name}{slower}{f' ({why})' if why else ''}")
+        log_once(f"attention kernel: {name}{slower}{f' ({why})' if why else ''}")
     return name
 
 

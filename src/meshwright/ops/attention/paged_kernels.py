@@ -14,7 +14,6 @@ Where cudnn is chosen, up to 16 sequences are decoded by triton, which is faster
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from meshwright.errors import MeshwrightError, did_you_mean
+from meshwright.files import log_once
 from meshwright.ops.attention import fused, paged_triton
 from meshwright.ops.attention.block import Partial, merge, with_sinks
 from meshwright.ops.attention.paged_tokens import (
@@ -32,9 +32,6 @@ from meshwright.ops.attention.paged_tokens import (
     page_size_of,
 )
 from meshwright.ops.collectives import untyped
-
-_log = logging.getLogger("meshwright")
-
 
 _NO_SINKS = "it returns no sum of weights, which attention sinks take part in"
 _FEW_SEQUENCES = 16  # of more, cuDNN's decode is as fast as Triton's
@@ -129,16 +126,11 @@ def choose_paged(call: PagedCall, kernel: str = "auto") -> str:
         if why is None:
             # of another machine's kernels nothing is to be said
             reasons = [] if call.platform == "cpu" else reasons
-            _say(f"paged attention: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
+            log_once(f"paged attention: {name}" + (f" ({'; '.join(reasons)})" if reasons else ""))
             return name
         reasons.append(f"not {name}: {why}")
     reason = reasons[0].removeprefix(f"not {kernel}: ")
     raise MeshwrightError(f"paged attention {kernel!r} does not support this: {reason}")
-
-
-@functools.lru_cache(maxsize=64)
-def _say(text: str) -> None:
-    _log.info(text)
 
 
 def _plain(

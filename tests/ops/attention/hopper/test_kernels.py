@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshwright.errors import MeshwrightError
+from meshwright.files import log_once
 from meshwright.ops import mosaic
 from meshwright.ops.attention import (
     EVERYTHING,
@@ -119,7 +120,7 @@ def test_a_switch_that_says_neither_is_a_mistake_and_an_old_jax_is_refused(
 
 @pytest.mark.usefixtures("pretended_h200")
 def test_what_is_taken_and_what_is_not_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    kernels._say.cache_clear()
+    log_once.cache_clear()
     with caplog.at_level("INFO", logger="meshwright"):
         for _ in range(2):
             choose(dataclasses.replace(ABLE, segmented=True))
