@@ -222,15 +222,15 @@ def _print(tokens: _TokenStream, prompts: list[list[int]], source: "Source") -> 
 
 
 def _result(text: str, prompt: list[int], tokens: list[int], source: "Source") -> dict[str, Any]:
+    from meshwright.data import added_text
     from meshwright.models import encodes_prompts
 
     ended = bool(tokens) and tokens[-1] in source.ends
     tokens = tokens[:-1] if ended else tokens
     begun = [] if encodes_prompts(source.config) else prompt
-    before = source.tokenizer.decode(begun)
     return {
         "prompt": text,
-        "text": source.tokenizer.decode(begun + tokens)[len(before) :],
+        "text": added_text(source.tokenizer, begun, tokens),
         "prompt_tokens": len(prompt),
         "tokens": tokens,
         "ended": "end" if ended else "length",

@@ -43,11 +43,11 @@ if TYPE_CHECKING:
         sequence_table,
     )
     from meshwright.data.store import TokenStore, token_dtype
+    from meshwright.data.text_stream import TextStream, added_text, decode_stream, last_character
     from meshwright.data.tokenizers import (
         ByteTokenizer,
         Tokenizer,
         added_tokens,
-        decode_stream,
         load_tokenizer,
         tokenizer_files,
         tokenizer_folder,
@@ -58,12 +58,13 @@ __all__ = [
     "EMBEDDED", "FIELDS", "FORMATS", "NO_TARGET", "OBJECTIVES", "WEIGHTS", "Base64Dtype",
     "ByteTokenizer", "ChatTemplate", "EncoderDecoderObjective", "Encoding", "Fields", "Loader",
     "LossOn", "Mixture", "Objective", "Packed", "PrefixLM", "Reading", "SpanCorruption",
-    "TokenStore", "Tokenizer", "Weigh", "added_tokens", "all_sequences_loader", "check_data",
-    "decode_stream", "documents_page", "embedded_corpus", "embedded_text", "held_out_loader",
-    "load_chat_template", "load_tokenizer", "open_or_pack", "pack", "read_sequences",
-    "sentinel_top", "sequence_count", "sequence_table", "shown_documents", "special_tokens",
-    "token_dtype", "tokenizer_files", "tokenizer_folder", "tokenizer_from_json", "training_loader",
-    "upgrade", "with_sources",
+    "TextStream", "TokenStore", "Tokenizer", "Weigh", "added_text", "added_tokens",
+    "all_sequences_loader", "check_data", "decode_stream", "documents_page", "embedded_corpus",
+    "embedded_text", "held_out_loader", "last_character", "load_chat_template",
+    "load_tokenizer", "open_or_pack", "pack", "read_sequences", "sentinel_top",
+    "sequence_count", "sequence_table", "shown_documents", "special_tokens", "token_dtype",
+    "tokenizer_files", "tokenizer_folder", "tokenizer_from_json", "training_loader", "upgrade",
+    "with_sources",
 ]  # fmt: skip
 
 import_when_used(__name__)

@@ -313,28 +313,6 @@ def _bytes_definition(end: int) -> dict[str, Any]:
     }
 
 
-def decode_stream(tokenizer: Tokenizer, ids: Iterable[int]) -> Iterator[str]:
-    """Yield text as ids arrive; a character is complete before it is yielded.
-
-    >>> list(decode_stream(ByteTokenizer(), "né".encode()))
-    ['n', 'é']
-    """
-    # the text of an id depends on its neighbours (spaces, multi-byte characters): decode from the
-    # last piece shown, and yield only the new text
-    held: list[int] = []
-    shown = 0  # how many of `held` are already shown
-    for each in ids:
-        held.append(int(each))
-        before, after = tokenizer.decode(held[:shown]), tokenizer.decode(held)
-        cut = after.endswith(REPLACEMENT) and len(held) - shown < 8  # UTF-8 needs 4 at most
-        if len(after) > len(before) and not cut:
-            yield after[len(before) :]
-            held, shown = held[shown:], len(held) - shown
-    rest = tokenizer.decode(held)[len(tokenizer.decode(held[:shown])) :]
-    if rest:
-        yield rest
-
-
 def _utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8")

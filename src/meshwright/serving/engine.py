@@ -24,6 +24,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
+from meshwright.data import TextStream, last_character
 from meshwright.errors import MeshwrightError
 from meshwright.models import encodes_prompts, serving_of
 from meshwright.present import count
@@ -46,7 +47,7 @@ from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig, longest
 from meshwright.serving.source import Adapter, Model, adapter_source
 from meshwright.serving.step_planner import Sampled, StepPlanner
-from meshwright.serving.text import StopTexts, TextStream, last_character
+from meshwright.serving.stop_texts import StopTexts
 
 _log = logging.getLogger("meshwright")
 
@@ -290,9 +291,10 @@ class Engine:
         if not request.id:
             request = dataclasses.replace(request, id=f"request-{next(self._names)}")
         tokenizer, text = self.source.tokenizer, None
-        before = () if self.encodes_prompts else last_character(tokenizer, request.prompt)
+        named = request.special_tokens
+        before = () if self.encodes_prompts else last_character(tokenizer, request.prompt, named)
         if streams or request.stop:
-            text = TextStream(tokenizer, request.special_tokens, before)
+            text = TextStream(tokenizer, named, before)
         constraint, grammars = None, self.source.grammars
         if request.grammar is not None:
             ends |= grammars.ends

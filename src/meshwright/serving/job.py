@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.arithmetic import whole_number
-from meshwright.data import Tokenizer
+from meshwright.data import TextStream, Tokenizer, added_text
 from meshwright.errors import MeshwrightError
 from meshwright.models import encodes_prompts
 from meshwright.present import count
@@ -16,7 +16,7 @@ from meshwright.serving.grammars import Constraint
 from meshwright.serving.request import Completion, Delta, FinishReason, Request, TokenLogprobs
 from meshwright.serving.scheduler import Sequence as Running
 from meshwright.serving.settings import EngineConfig
-from meshwright.serving.text import StopTexts, TextStream
+from meshwright.serving.stop_texts import StopTexts
 
 _log = logging.getLogger("meshwright")
 
@@ -175,8 +175,7 @@ def completion_of(job: Job, deltas: list[Delta], tokenizer: Tokenizer) -> Comple
     if job.text is None:
         ended = tokens and tokens[-1] in job.ends and not job.request.include_stop
         shown, named = tokens[:-1] if ended else tokens, job.request.special_tokens
-        before = tokenizer.decode(job.before, named)
-        text = tokenizer.decode(job.before + shown, named)[len(before) :]
+        text = added_text(tokenizer, job.before, shown, named)
     return Completion(
         tokens=tokens,
         text=text,

@@ -112,10 +112,6 @@ class BigramEngine:
         tokens, ended = self._tokens(request)
         deltas, text, cut, sent = [], "", False, 0
         prompt = list(request.prompt)
-        begins = [
-            at for at, token in enumerate(prompt, 1) if not self.tokenizer.decode([token, token])
-        ]
-        prompt = prompt[max(begins, default=0) :]  # after special tokens a text begins anew
         before = self.tokenizer.decode(prompt)
         if before.endswith("\N{REPLACEMENT CHARACTER}"):
             prompt, before = [], ""

@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from meshwright.data import last_character
 from meshwright.serving.grammars import Grammar
 from meshwright.serving.request import Completion, Delta, Request, TokenLogprobs
 from meshwright.serving.server.bodies import CompletionBody
@@ -16,7 +17,6 @@ from meshwright.serving.server.formats import completion_grammar
 from meshwright.serving.server.logprobs import TextOffsets, first_of
 from meshwright.serving.server.service import Service, Usage, request_id
 from meshwright.serving.server.transport import event_stream, finish, off_loop, read
-from meshwright.serving.text import last_character
 
 _MAX_TOKENS = 16  # OpenAI's default
 
@@ -154,13 +154,14 @@ class _Answer:
         }
         # each prompt n times
         self.prompts = [prompt for prompt in prompts for _ in range(body.n or 1)]
-        shown = self.names.named_texts if body.skip_special_tokens is False else self.names.texts
+        named = body.skip_special_tokens is False
+        shown = self.names.named_texts if named else self.names.texts
         tokenizer, begins_anew = service.source.tokenizer, service.encodes_prompts
         self.offsets = [
             TextOffsets(
                 shown,
                 len(prompt.text) if body.echo else 0,
-                () if begins_anew else last_character(tokenizer, prompt.tokens),
+                () if begins_anew else last_character(tokenizer, prompt.tokens, named),
             )
             for prompt in self.prompts
         ]
