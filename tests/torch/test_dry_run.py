@@ -164,8 +164,56 @@ def test_a_layer_with_a_forward_of_its_own_is_split_where_its_parts_are_right(
         assert styles(model, placements)
         return
     with pytest.raises(
-        mw.MeshwrightError, match=rf"'0': the forward of {kind.__name__} (computes|raises)"
+        mw.MeshwrightError, match=rf"'0': the forward of {kind.__name__} (computes|cannot)"
     ):
+        styles(model, placements)
+
+
+class NoFirst(torch.nn.Embedding):
+    """Zeros for token 0, by its number in the whole table."""
+
+    def forward(self, tokens: Any) -> Any:
+        return super().forward(tokens) * (tokens != 0).unsqueeze(-1)
+
+
+class TwoInputs(torch.nn.Linear):
+    def forward(self, x: Any, scale: Any) -> Any:
+        return super().forward(x) * scale
+
+
+class WithBias(torch.nn.Linear):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x), self.bias
+
+
+class LearnedActivation(torch.nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.act = torch.nn.PReLU()
+
+    def forward(self, x: Any) -> Any:
+        return self.act(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("layer", "rule", "why"),
+    [
+        (NoFirst(50_000, 4), "v e -> v@tp e", "computes something else on a part"),
+        (TwoInputs(6, 6), "o i -> o@tp i", "cannot be checked on parts: with one input it raises "),
+        (WithBias(6, 6), "o i -> o@tp i", "cannot be checked on parts: it returns a tuple"),
+        (LearnedActivation(6, 6), "o i -> o@tp i", None),
+        (LearnedActivation(6, 6), "o i -> o i@tp", "computes something else on a part"),
+    ],
+)
+def test_a_layer_that_is_not_right_on_parts_has_a_reason(layer: Any, rule: str, why: Any) -> None:
+    model = torch.nn.Sequential(layer).to("meta")
+    bias = [("bias", "o -> o@tp")] if rule == "o i -> o@tp i" else []
+    rules = mw.PathRules([("0/weight", rule), *bias, (".*", ())])
+    placements = place(model, "dp=1,tp=2", rules)
+    if why is None:
+        assert styles(model, placements)
+        return
+    with pytest.raises(mw.MeshwrightError, match=why):
         styles(model, placements)
 
 

@@ -2,7 +2,8 @@
 
 The dry run puts random numbers in the place of what a Linear or Embedding gives, so it does not see
 what a subclass computes: `act(x @ weight.T)` is right on a part of the outputs, and wrong as a sum
-of parts of the inputs.
+of parts of the inputs. They are compared as in evaluation: random numbers of training, as
+of dropout, would differ between parts that are right.
 """
 
 import copy
@@ -37,21 +38,17 @@ def check_own_forward(model: nn.Module, kinds: Mapping[str, str], tp: int) -> No
         if key in checked:
             continue
         checked.add(key)
-        does = "computes something else"
-        try:
-            with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                is_same = _is_same_in_parts(module, kind, tp)
-        except Exception as reason:  # whatever the class raises on a part
-            is_same, does = False, f"raises {type(reason).__name__}"
-        if not is_same:
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            why = _why_not_in_parts(module, kind, tp)
+        if why:
             raise MeshwrightError(
-                f"{path!r}: the forward of {type(module).__name__} {does} on a part of its weight "
-                f"({kind} over tp); give it a rule that keeps it whole over tp"
+                f"{path!r}: the forward of {type(module).__name__} {why} ({kind} over tp); give it "
+                "a rule that keeps it whole over tp"
             )
 
 
-def _is_same_in_parts(module: Any, kind: str, tp: int) -> bool:
+def _why_not_in_parts(module: Any, kind: str, tp: int) -> str | None:
     outputs, width = module.weight.shape
     if isinstance(module, nn.Linear):
         weight, x = torch.randn(outputs, width), torch.randn(2, 3, width)
@@ -60,10 +57,32 @@ def _is_same_in_parts(module: Any, kind: str, tp: int) -> bool:
         weight = torch.randn(outputs, 1) if is_vocab else torch.randn(1, width)
         weight = weight.expand(outputs, width)
         # where all tokens have the same entry: ones, as of a mask from which positions are counted
-        x = torch.randint(outputs, (2, 8)) if is_vocab else torch.full((2, 8), min(outputs - 1, 1))
+        x = torch.full((2, 8), min(outputs - 1, 1))
+        if is_vocab:  # the first and last of each part, and others
+            size = -(-outputs // tp)
+            ends = [[at, min(at + size, outputs) - 1] for at in range(0, outputs, size)]
+            x = torch.cat([torch.tensor(ends), torch.randint(outputs, (8, 2))])
     bias = torch.randn(outputs) if getattr(module, "bias", None) is not None else None
-    complete = _run(module, weight, bias, x)
+    try:
+        complete: Any = _run(module, weight, bias, x)
+    except Exception as reason:  # whatever the class raises
+        return f"cannot be checked on parts: with one input it raises {type(reason).__name__}"
+    if not isinstance(complete, torch.Tensor):
+        return f"cannot be checked on parts: it returns a {type(complete).__name__}, not a tensor"
+    try:
+        joined = _of_parts(module, kind, tp, (weight, bias, x), complete)
+    except Exception as reason:
+        return f"raises {type(reason).__name__} on a part of its weight"
+    limit = 0.01 * complete.abs().max().item()  # of matmuls in 16 bits
+    is_same = complete.shape == joined.shape and torch.allclose(complete, joined, 0.0, limit)
+    return None if is_same else "computes something else on a part of its weight"
+
+
+def _of_parts(module: Any, kind: str, tp: int, given: Any, complete: torch.Tensor) -> Any:
+    """What the parts compute of the weight, bias and input, joined as ranks join it."""
+    weight, bias, x = given
     parts = weight.chunk(tp, 0 if kind in ("colwise", "vocab") else -1)
+    joined: Any
     if kind == "colwise":
         biases = [None] * tp if bias is None else bias.chunk(tp)
         pairs = zip(parts, biases, strict=True)
@@ -81,19 +100,25 @@ def _is_same_in_parts(module: Any, kind: str, tp: int) -> bool:
             joined += entry * own.unsqueeze(-1)
     else:
         joined = torch.cat([_run(module, part, None, x) for part in parts], -1)
-    limit = 0.01 * complete.abs().max().item()  # of matmuls in 16 bits
-    return complete.shape == joined.shape and torch.allclose(complete, joined, 0.0, limit)
+    return joined
 
 
-def _run(module: nn.Module, weight: torch.Tensor, bias: Any, x: torch.Tensor) -> torch.Tensor:
+def _run(module: nn.Module, weight: torch.Tensor, bias: Any, x: torch.Tensor) -> Any:
     """The forward pass of a copy of a module with another weight and bias."""
     bare = copy.copy(module)
     bare.training = False
     bare.padding_idx = None  # which has to do with gradients only, and is another in each part
     bare._parameters = {"weight": weight} | ({"bias": bias} if "bias" in module._parameters else {})
-    bare._buffers = {
-        name: torch.ones_like(value, device="cpu") if value.is_meta else value.detach().cpu()
-        for name, value in module._buffers.items()
-        if value is not None
-    }
+    bare._buffers = {name: _on_cpu(value) for name, value in module._buffers.items()}
+    bare._modules = copy.deepcopy(module._modules)
+    for each in bare._modules.values():
+        if each is not None:
+            each._apply(_on_cpu).eval()
     return bare.forward(x)
+
+
+def _on_cpu(values: torch.Tensor | None) -> torch.Tensor | None:
+    """Where there are no values yet, some that no activation or scale is trivial with."""
+    if values is None or not values.is_meta:
+        return None if values is None else values.detach().cpu()
+    return torch.linspace(0.5, 1.5, values.numel()).reshape(values.shape).to(values.dtype)
