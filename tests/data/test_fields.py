@@ -1,6 +1,7 @@
 """EasyLM's fields: tokens and masks as its text processor makes them (shared facts of EasyLM)."""
 
 import base64
+import decimal
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,11 @@ def test_mistakes_are_named(spec: str, words: str) -> None:
     with pytest.raises(MeshwrightError) as said:
         encoded(spec)
     assert words in str(said.value)
+
+
+def test_a_number_is_text() -> None:
+    for value in (1.5, decimal.Decimal("1.5")):
+        assert encoded("q", {"q": value}) == encoded("q", {"q": "1.5"})
 
 
 @pytest.mark.parametrize("value", [["ab"], {"k": "ab"}, True, b"ab"])

@@ -279,6 +279,7 @@ def test_lines_of_json_under_another_name_may_begin_with_a_mark(tmp_path: Path) 
     ("name", "reading", "encoding", "flag"),
     [
         ("a.txt", Reading(), Encoding(fields=Fields("text")), "--fields"),
+        ("a.txt", Reading(), Encoding(fields=Fields(from_example="k")), "--fields-from-example"),
         ("a.txt", Reading(format="messages"), Encoding(), "--format"),
         ("a.txt", Reading(field="body"), Encoding(), "--field"),
         ("a.jsonl", Reading(split_on="x"), Encoding(), "--split-on"),

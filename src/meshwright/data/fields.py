@@ -6,6 +6,7 @@
 
 import base64
 import binascii
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ def _parsed(spec: str) -> list[tuple[str, int]]:
 
 def _text(record: Mapping[str, Any], key: str) -> str:
     value = _value(record, key)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | numbers.Number):
         raise MeshwrightError(f"field {key!r} is {type(value).__name__}, not text or a number")
     return str(value)
 

@@ -158,7 +158,9 @@ def formats_of(files: Sequence[Path], reading: Reading, encoding: Encoding) -> d
         if found is not None:
             formats[file] = found
     flags = list(encoding.flags_of_examples)
-    flags += ["--fields"] * (encoding.fields is not None) + ["--format"] * bool(reading.format)
+    if encoding.fields is not None:
+        flags.append("--fields-from-example" if encoding.fields.from_example else "--fields")
+    flags += ["--format"] * bool(reading.format)
     if not formats and flags:
         raise MeshwrightError(
             f"{flags[0]} is for examples, and '{files[0]}' holds text; leave it out"

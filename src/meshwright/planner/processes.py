@@ -47,7 +47,7 @@ def _by_forked(
         try:
             pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _begin)
             answers = [pool.submit(_result_of, index) for index in range(len(items))]
-        except (OSError, NotImplementedError):  # no memory, process or semaphore is left
+        except (OSError, NotImplementedError, RuntimeError):  # no memory, process, thread is left
             kill()
             return
         try:
