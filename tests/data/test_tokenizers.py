@@ -126,6 +126,12 @@ def test_a_stream_of_a_hugging_face_tokenizer_gives_the_text(folder: Path) -> No
     assert len(pieces) > 5
 
 
+def test_tokens_have_bytes(folder: Path) -> None:
+    for tokenizer in (ByteTokenizer(), load_tokenizer(folder)):
+        parts = [tokenizer.token_bytes(token) for token in tokenizer.encode(TEXT).tolist()]
+        assert b"".join(part or b"" for part in parts) == TEXT.encode()
+
+
 def test_a_stream_of_broken_bytes_does_not_wait_for_ever() -> None:
     stream = decode_stream(ByteTokenizer(), iter([0xFF] * 100))
     assert "\N{REPLACEMENT CHARACTER}" in next(stream)

@@ -7,8 +7,10 @@
 (257, 256)
 """
 
+import functools
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -86,6 +88,9 @@ class Tokenizer(Protocol):
     def token_text(self, token: int) -> str:
         """The text of one id: special tokens by name, a part of a character as `�`."""
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes of one id, also of a part of a character; None if they are not known."""
+
     def to_json(self) -> dict[str, Any]:
         """Everything `tokenizer_from_json` needs to rebuild this tokenizer."""
 
@@ -131,6 +136,9 @@ class ByteTokenizer:
 
     def token_text(self, token: int) -> str:
         return self.decode([token], special_tokens=True)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return bytes([token]) if 0 <= token < 256 else _utf8(self.token_text(token))
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind}
@@ -208,6 +216,18 @@ class HuggingFaceTokenizer:
     def token_text(self, token: int) -> str:
         return self.decode([token], special_tokens=True)
 
+    def token_bytes(self, token: int) -> bytes | None:
+        text = self.token_text(token)
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece = self._inner.id_to_token(token)
+        if piece is None:
+            return None
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+            return bytes.fromhex(found[1])
+        characters = byte_characters()
+        return bytes(map(characters.index, piece)) if {*piece} <= {*characters} else None
+
     def to_json(self) -> dict[str, Any]:
         return {
             "kind": self.kind,
@@ -281,12 +301,16 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
 _BYTES_END = "<|endoftext|>"
 
 
-def _bytes_definition(end: int) -> dict[str, Any]:
-    """A tokenizer.json whose ids are the bytes of UTF-8, without merges."""
-    # the characters by which byte-level tokenizers write bytes: printable ones as they are
+@functools.cache
+def byte_characters() -> tuple[str, ...]:
+    """The characters by which byte-level tokenizers write bytes: printable ones as they are."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
-    characters = [chr(byte if byte in plain else next(others)) for byte in range(256)]
+    return tuple(chr(byte if byte in plain else next(others)) for byte in range(256))
+
+
+def _bytes_definition(end: int) -> dict[str, Any]:
+    """A tokenizer.json whose ids are the bytes of UTF-8, without merges."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {
@@ -307,7 +331,7 @@ def _bytes_definition(end: int) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {character: byte for byte, character in enumerate(characters)},
+            "vocab": {character: byte for byte, character in enumerate(byte_characters())},
             "merges": [],
         },
     }

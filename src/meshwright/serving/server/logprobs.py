@@ -18,6 +18,7 @@ class LogprobWriter:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.texts = TokenTexts(tokenizer)
         self.named_texts = TokenTexts(tokenizer, special_tokens=True)
+        self._bytes = functools.lru_cache(maxsize=65536)(tokenizer.token_bytes)
 
     def _name(self, token: int) -> str:
         # a part of a character has no text of its own: it is shown as its id, so that names differ
@@ -62,7 +63,7 @@ class LogprobWriter:
         found: dict[str, float] = {}
         for token, logprob in logprobs.top:
             found.setdefault(self._name(token), logprob)
-        return found or {name: logprobs.logprob}
+        return {name: logprobs.logprob} | found
 
     def chat(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """`logprobs` of /v1/chat/completions."""
@@ -75,8 +76,9 @@ class LogprobWriter:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         name = self._name(token)
-        text = None if name.startswith("token_id:") else list(name.encode())
-        return {"token": name, "logprob": logprob, "bytes": text}
+        # of a name, not of the token alone, whose space the tokenizer may drop
+        own = self._bytes(token) if name.startswith("token_id:") else name.encode()
+        return {"token": name, "logprob": logprob, "bytes": None if own is None else list(own)}
 
 
 def first_of(
