@@ -96,6 +96,19 @@ def test_greedy_until_ends_before_the_first_stop_text(path: str) -> None:
         assert (data["max_length"], data["until"]) == (30, until)
 
 
+def test_greedy_until_keeps_a_character_that_begins_in_the_answer_before() -> None:
+    text = "aéàüöâêîôûñçãõ"
+    engine = BigramEngine()
+    every = text.encode()
+    engine._tokens = lambda request: (  # type: ignore[method-assign]
+        [*every[every.index(bytes(request.prompt[-2:])) + 2 :]][: request.max_new], False
+    )  # fmt: skip
+    own = EasyLMConfig(input_length=4, seq_length=9, greedy_until_max_length=20)  # 5 at a time
+    with serving(engine, easylm=own) as server:
+        data = server.post("/greedy-until", prefix_text=["aé"], until=["ñ"]).data
+    assert data["output_text"] == ["àüöâêîôû"]
+
+
 def test_an_end_token_stops_greedy_until() -> None:
     with serving(BigramEngine(answer=lambda _: "short")) as server:
         data = server.post("/greedy-until", prefix_text=["ab"], until=["§"]).data

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from meshwright.data import added_text, last_character
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
 from meshwright.serving.request import Completion, Request, TokenLogprobs
@@ -232,6 +233,7 @@ async def _greedy_until(
 
     A model with an encoder cannot: its output ends at the server's longest.
     """
+    tokenizer, ends = service.source.tokenizer, service.source.ends
     tokens = [*prompts]
     generated = ["" for _ in prompts]
     left = dict.fromkeys(range(len(prompts)), service.config.easylm.greedy_until_max_length)
@@ -245,14 +247,18 @@ async def _greedy_until(
     while left:
         results = await _run(service, (request(*each) for each in left.items()))
         for index, result in zip([*left], results, strict=True):
+            before = () if service.encodes_prompts else last_character(tokenizer, prompts[index])
             tokens[index] += result.tokens
-            generated[index] += result.text
             left[index] -= len(result.tokens)
+            # of all tokens: a character may have begun in the part before
+            output = tokens[index][len(prompts[index]) :]
+            output = output[:-1] if output and output[-1] in ends else output
+            generated[index] = added_text(tokenizer, before, output)
             cut = min(
                 (at for stop in stops[index] if (at := generated[index].find(stop)) >= 0),
                 default=-1,
             )
-            if cut >= 0:  # a stop text that began in the part before
+            if cut >= 0:
                 generated[index] = generated[index][:cut]
             ended = cut >= 0 or result.finish_reason != "length" or left[index] <= 0
             if ended or service.encodes_prompts:  # whose prompt is not what comes before
