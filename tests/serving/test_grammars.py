@@ -256,12 +256,21 @@ def test_a_grammar_that_fails_on_the_way_is_an_error(
 ) -> None:
     def start(grammar: Grammar, rules: TokenRules) -> Constraint:
         constraint = Constraint(engine.source.grammars.compile(grammar).deep_copy())
-        constraint.unread = np.array([ord("z")]), 0  # which the grammar does not allow
+        constraint.advance(ord("z"))  # which the grammar does not allow
+        constraint.output.clear()
         return constraint
 
     monkeypatch.setattr(engine.source.grammars, "start", start)
     with pytest.raises(MeshwrightError, match="cannot follow its grammar further: "):
         engine.generate([constrained(SCHEMAS["enum"], 1), Request(PROMPT, max_new=3)])
+
+
+def test_an_error_is_of_the_tokens_after_it() -> None:
+    constraint = Constraint(None, TokenRules(allowed=frozenset({1}), banned=((1, 1),)))
+    constraint.advance(1)
+    constraint.restrict(np.full(1, -1, np.int32))
+    assert constraint.error_at(0) is None  # the token that is known may end the output
+    assert constraint.error_at(1) == "the request excludes every token that could follow"
 
 
 def test_masks_are_bits_of_tokens() -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 CALM = Sampling(0.8, top_p=0.95)
 """Sampling of what a person types (generate, chat, the chat page), where the folder names none."""
+_OTHER_ENDS = ("<|call|>",)  # of an answer of gpt-oss that is a call
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -49,12 +50,12 @@ class Defaults:
 def answer_stops(
     template: "ChatTemplate", tokenizer: Tokenizer
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """The token that ends an answer by the chat template, or the text if it is no single token."""
+    """The tokens that end an answer by the chat template, or the text if it is no single token."""
     text = template.end_of_answer()
-    tokens = [int(token) for token in tokenizer.encode_batch([text], False)[0]] if text else []
-    if len(tokens) == 1:
-        return frozenset(tokens), ()
-    return frozenset(), (text,) if text else ()
+    ends = [text, *(mark for mark in _OTHER_ENDS if mark in template.text)]
+    tokens = {end: tokenizer.encode(end).tolist() for end in ends if end}
+    single = frozenset(ids[0] for ids in tokens.values() if len(ids) == 1)
+    return single, (text,) if text and len(tokens[text]) != 1 else ()
 
 
 def defaults_of(fields: Mapping[str, Any]) -> Defaults:

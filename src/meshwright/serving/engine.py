@@ -452,8 +452,9 @@ class Engine:
             sequence.tokens.append(tokens[index])
             self._counts["generated"] += 1
             job: Job = sequence.owner
-            if job.constraint is not None and job.constraint.error:
-                self._finish(job, Delta(finish_reason="error", error=job.constraint.error))
+            index_of_token = len(sequence.tokens) - sequence.prompt_length - 1
+            if job.constraint and (error := job.constraint.error_at(index_of_token)):
+                self._finish(job, Delta(finish_reason="error", error=error))
                 continue
             if job.request.logprobs is not None:
                 job.new_logprobs.append(logprobs_at(results.logprobs, index, job.request.logprobs))

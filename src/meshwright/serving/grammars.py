@@ -106,8 +106,11 @@ class Constraint:
         self.output: list[int] = []
         self.unread: tuple[Any, int] | None = None
         """The sampled tokens of a step, on the device, and the index of the request's."""
-        self.error = ""
-        """Why no token can follow, as where the grammar became too complex."""
+        self.failed: tuple[int, str] | None = None
+        """From which token on none can follow, and why, as where the grammar became too complex.
+
+        The tokens before may end the output first.
+        """
 
     def holds_at(self, index: int) -> bool:
         """Whether it says anything of the token of this index."""
@@ -135,8 +138,15 @@ class Constraint:
             later = bits & ~_bits(rules.ends, bits.size)
             if later.any():  # a grammar may be complete before
                 bits[:] = later
-        if not self.error and not bits.any():
-            self.error = "the request excludes every token that could follow"
+        if not bits.any():
+            self.fail("the request excludes every token that could follow")
+
+    def fail(self, why: str) -> None:
+        self.failed = self.failed or (len(self.output), why)
+
+    def error_at(self, index: int) -> str | None:
+        """Why there is no token of this index."""
+        return self.failed[1] if self.failed is not None and index >= self.failed[0] else None
 
 
 def _bits(tokens: Iterable[int], words: int) -> npt.NDArray[np.uint32]:
@@ -158,6 +168,15 @@ class Grammars:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self.compile = functools.lru_cache(_KEPT)(self._compile)
+
+    def mark(self, text: str) -> str:
+        """The part of a rule that stands for a text which may be a token of its own.
+
+        As `<think>` is in many vocabularies. The library takes such tokens for none of the text's.
+        """
+        added = self._tokenizer.to_json().get("definition", {}).get("added_tokens") or ()
+        ids = [f"<[{each['id']}]>" for each in added if each["content"] == text]
+        return ids[0] if ids else json.dumps(text)
 
     def start(self, grammar: Grammar | None, rules: TokenRules | None = None) -> Constraint:
         """A constraint for a new output."""
@@ -185,7 +204,7 @@ class Grammars:
                 masks[index] = self._known
             elif constraint.matcher.is_error():
                 reason = _reason(constraint.matcher.get_error())
-                constraint.error = f"the output cannot follow its grammar further: {reason}"
+                constraint.fail(f"the output cannot follow its grammar further: {reason}")
             constraint.restrict(masks[index])
         return masks
 

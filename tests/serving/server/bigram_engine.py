@@ -112,11 +112,12 @@ class BigramEngine:
         tokens, ended = self._tokens(request)
         deltas, text, cut, sent = [], "", False, 0
         prompt = list(request.prompt)
-        before = self.tokenizer.decode(prompt)
+        named = request.special_tokens
+        before = self.tokenizer.decode(prompt, named)
         if before.endswith("\N{REPLACEMENT CHARACTER}"):
             prompt, before = [], ""
         for index, token in enumerate(tokens):
-            text = self.tokenizer.decode(prompt + tokens[: index + 1])[len(before) :]
+            text = self.tokenizer.decode(prompt + tokens[: index + 1], named)[len(before) :]
             at = min((p for p in map(text.find, request.stop) if p >= 0), default=-1)
             cut = at >= 0
             last = index == len(tokens) - 1

@@ -97,6 +97,15 @@ def test_a_model_without_a_template_does_not_answer_with_nothing() -> None:
         assert server.engine.seen[-1].min_new == 0
 
 
+def test_without_a_template_that_reasons_nothing_is_reasoning() -> None:
+    messages = [{"role": "user", "content": "what is <think>"}]
+    with serving(BigramEngine(answer=lambda _: "a tag"), template=None) as server:
+        (choice,) = server.post(CHAT, messages=messages).data["choices"]
+        assert (choice["message"]["content"], "reasoning_content" in choice["message"]) == (
+            "a tag", False,
+        )  # fmt: skip
+
+
 def streamed(server: Running, **body: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The chunks, and the message that a client puts together from them."""
     *chunks, done = server.post(CHAT, stream=True, **body).events
@@ -128,6 +137,20 @@ def test_the_stream_has_the_role_first_and_the_reason_last(server: Running) -> N
     assert merged == choice["logprobs"]["content"]
     assert len(merged[0]["top_logprobs"]) == 2
     assert bytes(merged[0]["bytes"]).decode() == merged[0]["token"]
+    chunks, _ = streamed(
+        server, messages=HI, seed=1, max_tokens=8,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )  # fmt: skip
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[-1]) == (1, once.data["usage"]["completion_tokens"])
+
+
+def test_parts_of_a_character_have_their_bytes() -> None:
+    with serving(BigramEngine(answer=lambda _: "né")) as server:
+        (choice,) = server.post(CHAT, messages=HI, logprobs=True).data["choices"]
+        content = choice["logprobs"]["content"]
+        assert b"".join(bytes(entry["bytes"]) for entry in content) == "né".encode()
 
 
 def test_tool_calls_are_parsed_at_once_and_streamed() -> None:
@@ -246,6 +269,7 @@ def parsed(text: str, tools: ToolFormat, sizes: int) -> list[tuple[str, str]]:
         ("hermes", "<think>x</think>\n", [("Reasoning", "x")]),
         ("hermes", "trailing \n", [("Content", "trailing \n")]),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g"}', [("ToolCall", '{"a": 1}'), ("ToolCall", "{}")]),
+        ("llama", '{"name": "Ann", "age": 5}', [("Content", '{"name": "Ann", "age": 5}')]),
         ("llama", '{"name": 3}', [("Content", '{"name": 3}')]),
         ("llama", "{not JSON", [("Content", "{not JSON")]),
         ("llama", "plain", [("Content", "plain")]),

@@ -204,11 +204,12 @@ def test_reasoning_comes_before_the_answer(engine: Engine) -> None:
 
 
 def test_reasoning_ends_where_its_mark_is(engine: Engine) -> None:
-    grammar = after_reasoning(Grammar.json({"const": 5}), "Hi<think>")
-    constraint = engine.source.grammars.start(grammar)
+    grammars = engine.source.grammars
+    grammar = after_reasoning(Grammar.json({"const": 5}), "Hi<think>", grammars)
+    constraint = grammars.start(grammar)
     assert constraint.matcher.try_consume_tokens(list(b"hm <b> </think>\n\n5")) == 18
     assert constraint.matcher.is_accepting()
-    other = engine.source.grammars.start(grammar)
+    other = grammars.start(grammar)
     assert other.matcher.try_consume_tokens(list(b"hm </think>6")) == 11
 
 

@@ -12,8 +12,11 @@ from meshwright.serving.request import Completion, Delta, Request
 from meshwright.serving.server.bodies import ChatBody
 from meshwright.serving.server.errors import bad_request, json_response
 from meshwright.serving.server.formats import chat_grammar
+from meshwright.serving.server.harmony import HarmonyParser
 from meshwright.serving.server.messages import chat_prompt
 from meshwright.serving.server.output import (
+    CALL,
+    CALLED,
     THINK,
     THOUGHT,
     Content,
@@ -21,6 +24,7 @@ from meshwright.serving.server.output import (
     Piece,
     Reasoning,
     ToolFormat,
+    is_harmony,
     tool_format,
 )
 from meshwright.serving.server.service import Service, Usage, request_id
@@ -86,7 +90,30 @@ def _request(
     return Request(
         tokens, max_new=max_new, min_new=min_new, logprobs=logprobs, grammar=grammar, stop=stop,
         stop_tokens=stop_tokens, prompt_logprobs=service.prompt_logprobs(body),
+        special_tokens=_needs_special_tokens(service, body),
     )  # fmt: skip
+
+
+def _reasons(service: Service) -> bool:
+    return service.template is not None and THOUGHT in service.template.text
+
+
+def _parser(service: Service, body: ChatBody, prompt: str) -> OutputParser | HarmonyParser:
+    if is_harmony(service.template):
+        return HarmonyParser(prompt)
+    reasons = _reasons(service)
+    opened = reasons and prompt.rstrip().endswith(THINK)
+    return OutputParser(_tool_format(service, body), reasons, in_reasoning=opened)
+
+
+def _needs_special_tokens(service: Service, body: ChatBody) -> bool:
+    """Whether the marks that the parser looks for are special tokens, which texts leave out."""
+    if is_harmony(service.template):
+        return True
+    marks = [THINK, THOUGHT] if _reasons(service) else []
+    marks += [CALL, CALLED] if _tool_format(service, body) == "hermes" else []
+    tokenizer = service.source.tokenizer
+    return any(tokenizer.decode(tokenizer.encode(mark)) != mark for mark in marks)
 
 
 def _max_tokens(body: ChatBody) -> int | None:
@@ -103,15 +130,7 @@ class _Answer:
         self.service, self.body, self.usage = service, body, usage
         self.names = service.logprobs
         self.requests = service.requests(body, [request])
-        template = service.template
-        self.parsers = [
-            OutputParser(
-                _tool_format(service, body),
-                reasoning=template is not None and THOUGHT in template.text,
-                in_reasoning=prompt.rstrip().endswith(THINK),
-            )
-            for _ in self.requests
-        ]
+        self.parsers = [_parser(service, body, prompt) for _ in self.requests]
         usage.prompt = len(request.prompt)
         self.id, self.created = request_id("chatcmpl"), int(time.time())
 
@@ -156,6 +175,7 @@ class _Answer:
         with_usage = options is not None and bool(options.include_usage)
         head = self._head("chat.completion.chunk")
         head |= {"usage": None} if with_usage else {}
+        running = options is not None and with_usage and bool(options.continuous_usage_stats)
         calls = [0] * len(self.requests)
         begun = [False] * len(self.requests)
 
@@ -168,7 +188,7 @@ class _Answer:
                 "logprobs": logprobs,
                 "finish_reason": reason,
             }
-            return head | {"choices": [choice]}
+            return head | {"choices": [choice]} | ({"usage": self.usage.data()} if running else {})
 
         with self.service.admitted(len(self.requests)):
             async for index, delta in self.service.merged(self.requests):

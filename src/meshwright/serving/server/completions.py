@@ -179,6 +179,7 @@ class _Answer:
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
+        running = options is not None and with_usage and bool(options.continuous_usage_stats)
         extra: dict[str, Any] = {"usage": None} if with_usage else {}
         started = [False] * len(self.prompts)
         with self.service.admitted(len(self.requests)):
@@ -189,6 +190,7 @@ class _Answer:
                     continue
                 started[index] = True
                 choice = self._choice(index, delta, echo)
+                extra |= {"usage": self.usage.data()} if running else {}
                 yield self.head | {"choices": [choice]} | extra
         if with_usage:
             yield self.head | {"choices": [], "usage": self.usage.data()}

@@ -9,10 +9,23 @@ from typing import Any
 import msgspec
 
 from meshwright.errors import MeshwrightError
-from meshwright.serving.grammars import Grammar, json_rule
+from meshwright.serving.grammars import Grammar, Grammars, json_rule
 from meshwright.serving.server.bodies import ChatBody, GenerationBody, StructuredOutputs
 from meshwright.serving.server.errors import bad_request
-from meshwright.serving.server.output import THINK, THOUGHT, ToolFormat
+from meshwright.serving.server.harmony import (
+    after_analysis,
+    final_message,
+    harmony_call,
+    in_message,
+)
+from meshwright.serving.server.output import (
+    CALL,
+    CALLED,
+    THINK,
+    THOUGHT,
+    ToolFormat,
+    is_harmony,
+)
 from meshwright.serving.server.service import Service
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice")  # vLLM's older fields
@@ -46,21 +59,29 @@ def _completion_grammar(service: Service, body: GenerationBody) -> Grammar | Non
 def _chat_grammar(
     service: Service, body: ChatBody, prompt: str, tools: ToolFormat
 ) -> Grammar | None:
+    grammars, has_channels = service.source.grammars, is_harmony(service.template)
     with _errors_of(_field(body)):
         answer = _answer(body)
+    if answer is not None and has_channels and not in_message(prompt):
+        answer = final_message(answer, grammars)
     with _errors_of("tools"):
-        calls = _calls(body, tools)
+        calls = _calls(body, tools, grammars)
     if calls and _is_forced(body):
         grammar, field = Grammar(calls, "calls"), "tool_choice"
     elif answer is None:
         return None
     elif calls:
-        grammar, field = Grammar(f"{answer.rules}\n{calls}", "(answer | calls)"), _field(body)
+        grammar, field = (
+            Grammar(f"{answer.rules}\n{calls}", f"({answer.start} | calls)"),
+            _field(body),
+        )
     else:
         grammar, field = answer, _field(body)
     template = service.template
-    if template is not None and THOUGHT in template.text:
-        grammar = after_reasoning(grammar, prompt.rstrip())
+    if has_channels:
+        grammar = grammar if in_message(prompt) else after_analysis(grammar, grammars)
+    elif template is not None and THOUGHT in template.text:
+        grammar = after_reasoning(grammar, prompt.rstrip(), grammars)
     with _errors_of(field):
         return _compiled(service, grammar)
 
@@ -158,7 +179,7 @@ def _is_forced(body: ChatBody) -> bool:
     return body.tool_choice not in (None, "none", "auto")
 
 
-def _calls(body: ChatBody, tools: ToolFormat) -> str:
+def _calls(body: ChatBody, tools: ToolFormat, grammars: Grammars) -> str:
     """The rule `calls` for the tools that may be called; empty if none may be."""
     choice, forced = body.tool_choice, _is_forced(body)
     functions = [tool["function"] for tool in body.tools or ()] if choice != "none" else []
@@ -185,32 +206,43 @@ def _calls(body: ChatBody, tools: ToolFormat) -> str:
     if not functions or tools == "none":
         return ""
     several = not isinstance(choice, dict) and body.parallel_tool_calls is not False
-    return _call_rules(functions, tools, several)
+    rules = _function_rule(functions, tools, grammars)
+    if tools in ("llama", "harmony"):
+        return f"{rules}calls: function"
+    begin, end = grammars.mark(CALL), grammars.mark(CALLED)
+    rules += rf'call: {begin} "\n" function "\n" {end}' + "\n"
+    return rules + (r'calls: call ("\n" call)*' if several else "calls: call")
 
 
-def _call_rules(functions: Sequence[Mapping[str, Any]], tools: ToolFormat, several: bool) -> str:
+def _function_rule(
+    functions: Sequence[Mapping[str, Any]], tools: ToolFormat, grammars: Grammars
+) -> str:
     key = "arguments" if tools == "hermes" else "parameters"
     calls = []
     for function in functions:
         schema = function.get("parameters") or _ANY_OBJECT
         if not isinstance(schema, dict):
             raise bad_request("tools: the parameters of a function must be a JSON schema", "tools")
+        if tools == "harmony":
+            calls.append(harmony_call(function["name"], json_rule(schema), grammars))
+            continue
         name = json.dumps(function["name"], ensure_ascii=False)
         start = json.dumps(f'{{"name": {name}, "{key}": ')
         calls.append(f'{start} {json_rule(schema)} "}}"')
-    rules = f"function: {' | '.join(calls)}\n"
-    if tools == "llama":
-        return f"{rules}calls: function"
-    rules += r'call: "<tool_call>\n" function "\n</tool_call>"' + "\n"
-    return rules + (r'calls: call ("\n" call)*' if several else "calls: call")
+    return f"function: {' | '.join(calls)}\n"
 
 
-def after_reasoning(grammar: Grammar, prompt: str) -> Grammar:
+def after_reasoning(grammar: Grammar, prompt: str, grammars: Grammars) -> Grammar:
     """The grammar after text in <think>…</think>, where the prompt leaves room for that."""
     if prompt.endswith(THOUGHT):
         return grammar
     opened = prompt.endswith(THINK)
-    end = THOUGHT.replace("/", r"\/")
-    rules = f"thought[lazy]: /{'' if opened else THINK}(.|\\n)*{end}/\nSPACE: /[ \\n]{{1,4}}/"
+    begin, end = "" if opened else grammars.mark(THINK), grammars.mark(THOUGHT)
+    if end.startswith("<["):
+        rules = [f"thought: {begin} TEXT? {end}", r"TEXT: /(.|\n)+/"]
+    else:
+        text = THOUGHT.replace("/", r"\/")
+        rules = [f"thought: {begin} rest", rf"rest[lazy]: /(.|\n)*{text}/"]
     start = "thought SPACE?" if opened else "(thought SPACE?)?"
-    return Grammar(f"{grammar.rules}\n{rules}", f"{start} {grammar.start}")
+    rules = [grammar.rules, *rules, r"SPACE: /[ \n]{1,4}/"]
+    return Grammar("\n".join(rules), f"{start} {grammar.start}")

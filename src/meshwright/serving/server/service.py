@@ -78,6 +78,7 @@ class Service:
         self.answer_stops: tuple[frozenset[int], tuple[str, ...]] = frozenset(), ()
         if self.template is not None:
             self.answer_stops = answer_stops(self.template, self.source.tokenizer)
+            self.source.grammars.ends |= self.answer_stops[0]  # an answer that is complete ends so
 
     @property
     def name(self) -> str:
@@ -277,7 +278,8 @@ class Service:
                     stop_tokens=base.stop_tokens | stop_tokens,
                     ignore_end=bool(body.ignore_eos), min_new=min_new,
                     include_stop=bool(body.include_stop_str_in_output), allowed=allowed,
-                    special_tokens=body.skip_special_tokens is False, banned=banned,
+                    special_tokens=base.special_tokens or body.skip_special_tokens is False,
+                    banned=banned,
                     cache_salt=body.cache_salt or "", id=request_id("seq"), adapter=adapter,
                 )  # fmt: skip
                 requests.append(request)
