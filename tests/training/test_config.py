@@ -12,7 +12,7 @@ from meshwright import MeshwrightError
 from meshwright.cli.train import settings as command_line_settings
 from meshwright.launch import HANG_TIMEOUT_S, flat_settings
 from meshwright.launch.cpu import MOST_DEVICES, simulate_devices
-from meshwright.models import LossConfig, preset
+from meshwright.models import LoraConfig, LossConfig, preset
 from meshwright.serving import ServeConfig
 from meshwright.training.config import (
     TrainConfig,
@@ -75,6 +75,14 @@ def test_a_value_outside_its_range_is_named_with_one_that_would_do(
         given(name, value)
     assert name in str(mistake.value).replace("--cpu-devices", "cpu_devices")
     assert "\n" not in str(mistake.value)
+
+
+@pytest.mark.parametrize("value", ["layers/-1/", ["norm"], (3,)])
+@pytest.mark.parametrize("name", ["trainable", "lora.targets"])
+def test_a_setting_of_several_texts_is_a_tuple_of_them(name: str, value: Any) -> None:
+    given = {name: value} if name == "trainable" else {"lora": LoraConfig(rank=2, targets=value)}
+    with pytest.raises(MeshwrightError, match=rf"{name} is .*; it must be a tuple: \("):
+        TrainConfig("tiny", **given)
 
 
 NUMBERS = [

@@ -231,6 +231,8 @@ class TrainConfig:
                 raise MeshwrightError(f"{name}={value} must be at least {least}")
         for name, value in values.items():
             _check_number(name, value)
+            if typing.get_origin(_types_of_settings()[name]) is tuple:
+                _check_texts(value, name)
         check_seed(self.seed)
         if self.lora.rank and self.trainable:
             raise MeshwrightError(
@@ -432,6 +434,12 @@ def _types_of_settings(kind: Any = TrainConfig, prefix: str = "") -> dict[str, A
     return found
 
 
+def _check_texts(value: Any, subject: str) -> None:
+    if not (isinstance(value, tuple) and all(isinstance(one, str) for one in value)):
+        example = value if isinstance(value, str) else "norm"
+        raise MeshwrightError(f"{subject} is {value!r}; it must be a tuple: ({example!r},)")
+
+
 def _check_type(value: Any, kind: Any, subject: str) -> None:
     options = typing.get_args(kind) or (kind,)
     if typing.get_origin(kind) is Literal:
@@ -439,6 +447,7 @@ def _check_type(value: Any, kind: Any, subject: str) -> None:
             raise MeshwrightError(f"{subject} is {value!r}; one of {', '.join(map(str, options))}")
         return
     if typing.get_origin(kind) is tuple:
+        _check_texts(value, subject)
         return
     allowed = tuple(option for option in options if isinstance(option, type))
     number = isinstance(value, int) and not isinstance(value, bool)
