@@ -112,6 +112,25 @@ def test_imbalance_makes_experts_and_an_all_to_all_take_longer_and_nothing_else(
     assert steps[0].work.computed == steps[1].work.computed
 
 
+@pytest.mark.parametrize("kind", ["train", "serve"])
+def test_without_ep_no_device_has_more_than_another(kind: str) -> None:
+    mesh = "fsdp=8" if kind == "train" else "tp=4,dp=2"
+    first, second = (
+        plan("qwen3-30b-a3b", "h100:8", 64, 512, kind=kind, mesh=mesh, imbalance=imbalance).best
+        for imbalance in (1, 3)
+    )
+    assert (first.step_seconds, first.mfu) == (second.step_seconds, second.mfu)
+    mesh = "fsdp=4,ep=2" if kind == "train" else "dp=4,ep=2"
+    most, more = (
+        plan("qwen3-30b-a3b", "h100:8", 64, 512, kind=kind, mesh=mesh, imbalance=imbalance).best
+        for imbalance in (2, 30)  # one of two devices has all tokens of both
+    )
+    assert (
+        most.seconds["matmuls" if kind == "train" else "weights"]
+        == (more.seconds["matmuls" if kind == "train" else "weights"])
+    )
+
+
 def test_an_imbalance_below_one_is_refused() -> None:
     with pytest.raises(MeshwrightError, match=r"imbalance=0\.5 must be at least 1"):
         plan("tiny-moe", "h100:8", batch=16, seq=64, imbalance=0.5)

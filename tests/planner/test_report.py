@@ -396,6 +396,34 @@ def test_explain_fills_in_every_formula() -> None:
         assert part in text, part
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"lora_rank": 16}, {"trainable": ("layers/-1/",)}, {"objective": "dpo"}]
+)
+def test_flops_that_explain_shows_add_up(changes: dict[str, Any]) -> None:
+    made = mw.plan("llama-3.2-1b", "h200:4x8", 64, 4096, mesh="fsdp=32", **changes)
+    text = " ".join(" ".join(printed(explain(made, made.best, 120), 120)).split())
+    number = r"([0-9.]+) TFLOP"
+    found = re.search(rf"an example: {number} of the model ([+-]) {number} .*? = {number}", text)
+    assert (found is None) == (not changes)
+    if found:
+        sign = 1 if found[2] == "+" else -1
+        assert float(found[1]) + sign * float(found[3]) == pytest.approx(float(found[4]), rel=0.01)
+    device = re.search(rf"a device: {number} × 64 sequences / 32 devices = {number}", text)
+    assert device
+    assert float(device[1]) * 64 / 32 == pytest.approx(float(device[2]), rel=0.01)
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("on", ["7x:4x4x4", "h100:8x8"])
+def test_no_step_is_shorter_than_its_roofline(model: str, dtype: str, on: str) -> None:
+    changes = {"matmul": "fp8"} if dtype == "fp8" else {"dtype": dtype}
+    made = mw.plan(model, on, 512, 4096, remat="full", **changes)
+    for one in made.ranked:
+        floor = rates.roofline(made, one)
+        assert one.step_seconds >= max(floor.compute, floor.memory)
+
+
 def test_explain_names_small_transfers_without_a_row_for_each() -> None:
     plan = made_plan()
     one = plan.ranked[1]

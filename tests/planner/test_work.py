@@ -37,6 +37,17 @@ def compiled_flops(remat: str) -> float:
     return float(program.cost_analysis()["flops"])
 
 
+def test_float32_is_multiplied_at_half_of_the_peak_on_gpus() -> None:
+    for on, ratio in (("h200:8", 2.0), ("v5p:2x2x2", 1.0)):
+        seconds = {
+            dtype: plan("llama-3.1-8b", on, 64, 4096, mesh="fsdp=8", remat="full", dtype=dtype)
+            for dtype in ("bfloat16", "float32")
+        }
+        parts = [one.best.seconds for one in seconds.values()]
+        assert parts[1]["matmuls"] == pytest.approx(ratio * parts[0]["matmuls"], rel=0.02)
+        assert parts[1]["attention"] >= ratio * parts[0]["attention"]
+
+
 def planned_flops(remat: str) -> float:
     run = workload(CONFIG, "cpu:1", ROWS, SEQ, dtype="float32", layers="unroll")
     return StepModel(run, Choice.of(remat=remat)).work.computed

@@ -11,6 +11,9 @@ from meshwright.machines import Chip
 
 # ---- matmuls, of the peak in bfloat16
 
+# counted: of the peak in bfloat16, in float32, where GPUs multiply in TF32 (A100's and H100's data
+# sheets); TPUs round the inputs to bfloat16
+FLOAT32 = {"gpu": 0.5}
 # compiled: cycle counts of large matmuls on v4, v5e and v5p are 1.05 to 1.14 times the roofline
 MATMUL_TPU = 0.90
 # measured: 714 to 719 of 989 TFLOP/s in large matmuls of an H200, at its power limit
@@ -207,9 +210,17 @@ def hidden_share(chip: Chip, room: float, wanted: float) -> float:
     return (1.0 - SLOWED_BY_SENDING.get(chip.platform, 0.0)) * min(1.0, room / wanted)
 
 
+def peak(chip: Chip, dtype: str = "bfloat16") -> float:
+    """FLOP/s in matmuls of a device, which is a core of chips that have several."""
+    flops = chip.bf16_flops / chip.cores_per_chip
+    if dtype == "fp8":
+        return flops * max(1.0, (chip.fp8_flops or 0.0) / chip.bf16_flops)
+    return flops * (FLOAT32.get(chip.platform, 1.0) if dtype == "float32" else 1.0)
+
+
 def fp8(chip: Chip, smallest_side: float) -> float:
     """How many times as fast as in bfloat16 a layer's matmuls are, quantization included."""
-    ratio = (chip.fp8_flops or chip.bf16_flops) / chip.bf16_flops
+    ratio = peak(chip, "fp8") / peak(chip)
     left = FP8_MATMUL + FP8_QUANTIZE / max(smallest_side, 1.0)
     return max(1.0, ratio / 2 / left)
 

@@ -222,6 +222,8 @@ def engine_setting(kind: str, name: str, value: str) -> str | None:
 
 def _check_question(rank_by: str, kind: str, cost_per_hour: float | None, imbalance: float) -> None:
     """Find mistakes in what plan was asked."""
+    if kind not in ("train", "serve"):
+        raise MeshwrightError(f"kind={kind!r} is neither 'train' nor 'serve'")
     if rank_by not in RANK_BY:
         raise MeshwrightError(f"rank_by={rank_by!r} is not known{did_you_mean(rank_by, RANK_BY)}")
     price = cost_per_hour

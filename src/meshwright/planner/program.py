@@ -34,7 +34,6 @@ from meshwright.present import (
 
 # of the peak in bfloat16, what matmuls of float32 get. GPUs: TF32's dense peak (NVIDIA's data
 # sheets of A100 to B200); TPUs and CPUs: jax's default precision takes one pass, and no fewer units
-_FLOAT32 = {"gpu": 0.5}
 COLLECTIVES_SHOWN = 20
 
 
@@ -60,7 +59,11 @@ class ProgramPlan:
     @property
     def mfu(self) -> float:
         """Of the chip's peak in bfloat16."""
-        return self.flops / (self.step_seconds * _peak(self.machine.chip)) if self.flops else 0.0
+        return (
+            self.flops / (self.step_seconds * efficiency.peak(self.machine.chip))
+            if self.flops
+            else 0.0
+        )
 
     @property
     def fits(self) -> bool:
@@ -170,17 +173,10 @@ def timed(
     return sent, {"matmuls": matmuls, "elementwise": elementwise, "waiting": waiting}
 
 
-def _peak(chip: Chip) -> float:
-    """FLOP/s of a device."""
-    return chip.bf16_flops / chip.cores_per_chip
-
-
 def _matmul_seconds(chip: Chip, one: Matmul) -> float:
-    peak = _peak(chip)
-    if one.dtype.startswith("f8") and chip.fp8_flops:
-        peak *= chip.fp8_flops / chip.bf16_flops
-    elif one.dtype in ("f32", "f64"):
-        peak *= _FLOAT32.get(chip.platform, 1.0)
+    names = {"f32": "float32", "f64": "float32"}
+    dtype = "fp8" if one.dtype.startswith("f8") else names.get(one.dtype, "bfloat16")
+    peak = efficiency.peak(chip, dtype)
     compute = one.flops / (peak * efficiency.matmul(chip, one.side))
     return max(
         compute, one.bytes * chip.cores_per_chip / (efficiency.MEMORY * chip.memory_bandwidth)

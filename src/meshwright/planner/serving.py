@@ -111,7 +111,7 @@ def _estimate(candidate: Candidate) -> Estimate:
     step, timing = candidate.step, candidate.timing
     workload, choice = step.workload, step.choice
     chip, parts, work = step.machine.chip, timing.seconds, step.work
-    peak = chip.bf16_flops / chip.cores_per_chip
+    peak = efficiency.peak(chip, workload.dtype)
     many = places(workload, choice)
     is_compute = work.flops / (peak * efficiency.matmul(chip, many)) == parts["weights"]
     bounds = {

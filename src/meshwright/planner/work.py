@@ -11,7 +11,7 @@ from meshwright.planner.attention import attention_slowdown, keys_seen, splits_o
 from meshwright.planner.device import ITEM_BYTES, LAYER_BYTES
 from meshwright.planner.sizes import BlockSizes, StackSizes, adapter_numbers
 from meshwright.planner.step import StepModel, Work
-from meshwright.planner.workload import Choice
+from meshwright.planner.workload import Choice, Workload
 
 
 @dataclasses.dataclass
@@ -91,9 +91,8 @@ def train_work(
     head_seconds /= like.matmul
     matmuls.slow_down(like.matmul)
     attention.slow_down(like.attention_speed(choice.context))
-    of_reference = 0.0  # FLOPs of an example: of a step, a third is the forward pass
+    parts = flops_of_example(workload)
     if workload.has_reference:
-        of_reference = workload.flops / 3
         matmuls.forward *= 2
         attention.forward *= 2
         moved += moved / 3 / repeated
@@ -127,13 +126,11 @@ def train_work(
     seconds["loop over layers"] = (scan - 1) * layers
     seconds["idle"] = efficiency.IDLE_STEP
     return Work(
-        flops=(workload.flops + of_reference - _frozen_flops(step))
-        * workload.batch
-        / choice.devices,
+        flops=sum(parts.values()) * workload.batch / choice.devices,
         computed=matmuls.computed
         + head_flops
         + attention.computed
-        + of_reference * workload.batch / choice.devices,
+        + parts.get(_REFERENCE, 0.0) * workload.batch / choice.devices,
         memory_bytes=moved + logits + update + weights_read + dequantized,
         seconds=seconds,
         forward=matmuls.forward + attention.forward + seconds["elementwise"] / 3,
@@ -143,9 +140,22 @@ def train_work(
     )
 
 
-def _frozen_flops(step: StepModel) -> float:
+_REFERENCE = "of the reference's forward pass"
+
+
+def flops_of_example(workload: Workload) -> dict[str, float]:
+    """FLOPs of a training step for one example, by what they are for."""
+    parts = {"of the model": workload.flops}
+    if workload.has_reference:  # of a step, a third is the forward pass
+        parts[_REFERENCE] = workload.flops / 3
+    if frozen := _frozen_flops(workload):
+        parts["of gradients of weights that are not trained"] = -frozen
+    return parts
+
+
+def _frozen_flops(workload: Workload) -> float:
     """Of an example: what the gradients of weights that are not trained would take."""
-    workload, sizes = step.workload, step.workload.sizes
+    sizes = workload.sizes
     flops = 0.0
     for stack in sizes.stacks:
         flops += 2.0 * stack.layers * stack.frozen_met * workload.lengths[stack.field]
@@ -170,7 +180,7 @@ def _matmul(
     weights, side, tokens = shape
     chip, micro_batches = step.machine.chip, step.choice.accumulation
     item = ITEM_BYTES[step.workload.dtype]
-    peak = chip.bf16_flops / chip.cores_per_chip
+    peak = efficiency.peak(chip, step.workload.dtype)
     memory = chip.memory_bandwidth / chip.cores_per_chip * efficiency.MEMORY
     flops = 2.0 * weights * tokens * micro_batches * passes
     rate = peak * efficiency.matmul(chip, min(side, tokens))
@@ -194,7 +204,8 @@ def _add_matmuls(
             side = min(side, max(one.inputs for one in alike.matrices))
         elif one.kind == "expert" and block.experts is not None:
             # a device has its part of the experts, and of every device those tokens that chose them
-            ways, slowest = choice.size("ep"), workload.imbalance
+            ways = choice.size("ep")
+            slowest = min(workload.imbalance, ways)  # at most all tokens of all devices
             split, tokens = split * ways, tokens * ways * one.share
             side = min(side, block.inner / block.experts.per_token / choice.tensor)
             if step.device.exchange:  # saves nothing of what experts make
@@ -235,7 +246,7 @@ def _attention(step: StepModel, again: bool) -> _Passes:
 def _attention_rates(step: StepModel) -> list[tuple[float, int, float, float]]:
     """Of every attention: FLOPs of a matmul and token, tokens, FLOP/s, matmuls backward."""
     workload, choice, chip = step.workload, step.choice, step.machine.chip
-    peak = chip.bf16_flops / chip.cores_per_chip
+    peak = efficiency.peak(chip, workload.dtype)
     found = []
     for index, (stack, attention, split) in enumerate(splits_of(workload, choice)):
         keys = split.keys or split.length

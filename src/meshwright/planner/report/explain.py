@@ -22,6 +22,7 @@ from meshwright.planner.result import (
 from meshwright.planner.serving import second_formulas
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import byte_formulas
+from meshwright.planner.work import flops_of_example
 from meshwright.planner.workload import Choice, Workload
 from meshwright.present import (
     Column,
@@ -142,8 +143,14 @@ def _work(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     workload = plan.workload
     lines = []
     if workload.kind == "train":
-        example = family_of(workload.model).flops(workload.model, workload.lengths)
         lines += _flops_of_tokens(workload, estimate.choice)
+        parts = flops_of_example(workload)
+        example = sum(parts.values())
+        if len(parts) > 1:
+            names = (f"{amount(abs(size), 'FLOP')} {name}" for name, size in parts.items())
+            signs = (" + " if size > 0 else " - " for size in parts.values())
+            terms = "".join(sign + name for sign, name in zip(signs, names, strict=True))
+            lines.append(f"an example: {terms.removeprefix(' + ')} = {amount(example, 'FLOP')}")
         lines.append(
             f"a device: {amount(example, 'FLOP')} × {workload.batch:,} sequences / "
             f"{count(estimate.choice.devices, 'device')} = {amount(estimate.flops, 'FLOP')}"
@@ -270,13 +277,14 @@ def _served(plan: Plan, served: Serving, said: Mapping[str, str]) -> list[str]:
 def _roofline(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
     floor = rates.roofline(plan, estimate)
     peak, speed = rates.peak_flops(plan), rates.memory_bandwidth(plan)
+    roof = rates.roof_flops(plan, estimate)
     intensity = estimate.computed_flops / estimate.memory_bytes if estimate.memory_bytes else 0.0
     lines = [
-        f"compute: {amount(estimate.computed_flops, 'FLOP')} / {amount(peak, 'FLOP/s')} = "
+        f"compute: {amount(estimate.computed_flops, 'FLOP')} / {amount(roof, 'FLOP/s')} = "
         f"{seconds_text(floor.compute)}",
         f"memory: {amount(estimate.memory_bytes, 'B')} / {amount(speed, 'B/s')} = "
         f"{seconds_text(floor.memory)} ({intensity:,.0f} FLOP a byte; the chip balances at "
-        f"{peak / speed:,.0f})",
+        f"{roof / speed:,.0f})",
         f"links: {seconds_text(floor.links)}, {seconds_text(estimate.exposed)} of it exposed",
     ]
     for axes, time in rates.by_axis(estimate).items():

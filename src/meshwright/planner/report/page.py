@@ -67,7 +67,7 @@ def page_data(plan: Plan) -> dict[str, Any]:
         },
         "chips": machine.num_chips,
         "batch": plan.config.batch,
-        "peak": rates.peak_flops(plan),
+        "peak": rates.roof_flops(plan, plan.best),
         "memoryBandwidth": rates.memory_bandwidth(plan),
         "linkBandwidth": rates.link_bandwidth(plan),
         "axes": list(plan.best.choice.sizes),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from meshwright.audits import wire_bytes
+from meshwright.planner import efficiency
 from meshwright.planner.long_run import checkpoint_bytes, data_bytes_per_second
 from meshwright.planner.result import Estimate, Plan
 
@@ -25,7 +26,7 @@ class AxisTime:
 class Roofline:
     """The seconds each resource alone would need; the longest is the floor of a step."""
 
-    compute: float  # all FLOPs at the chip's peak
+    compute: float  # all FLOPs at the peak of the fastest matmuls
     memory: float  # all bytes at the memory's bandwidth
     links: float  # all transfers, one after another
 
@@ -35,9 +36,14 @@ class Roofline:
 
 
 def peak_flops(plan: Plan) -> float:
-    """Of one device, a second."""
-    chip = plan.machine.chip
-    return chip.bf16_flops / chip.cores_per_chip
+    """Of one device, a second, in bfloat16: what MFU is a part of."""
+    return efficiency.peak(plan.machine.chip)
+
+
+def roof_flops(plan: Plan, estimate: Estimate) -> float:
+    """Of one device, a second, in the fastest matmuls of the step."""
+    in_fp8 = plan.config.compute.matmul == "fp8" or estimate.choice.weights == "fp8"
+    return efficiency.peak(plan.machine.chip, "fp8" if in_fp8 else plan.workload.dtype)
 
 
 def memory_bandwidth(plan: Plan) -> float:
@@ -100,7 +106,7 @@ def run(plan: Plan, estimate: Estimate) -> RunTime | None:
 
 def roofline(plan: Plan, estimate: Estimate) -> Roofline:
     return Roofline(
-        compute=estimate.computed_flops / peak_flops(plan),
+        compute=estimate.computed_flops / roof_flops(plan, estimate),
         memory=estimate.memory_bytes / memory_bandwidth(plan),
         links=sum(one.seconds for one in estimate.collectives),
     )

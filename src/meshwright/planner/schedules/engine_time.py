@@ -260,7 +260,8 @@ def _met(step: StepModel, stacks: Sequence[StackSizes]) -> Number:
         met = number(on_all)
         if stack.experts is not None:
             experts = sum(matrix.met for matrix in stack.of_kind("expert"))
-            slowest = number(experts * step.workload.imbalance) / device.ep
+            most = min(step.workload.imbalance, step.choice.size("ep"))
+            slowest = number(experts * most) / device.ep
             met = number(on_all - experts) + slowest
         total = total + number(stack.layers, "layers") * met
     return total / device.tp
@@ -323,8 +324,8 @@ def _matmul(step: StepModel, tokens: int) -> float:
 
 
 def _peak(step: StepModel, share: float) -> Number:
-    chip = step.machine.chip
-    return step.number(chip.bf16_flops / chip.cores_per_chip * share, "FLOP/s")
+    peak = efficiency.peak(step.machine.chip, step.workload.dtype)
+    return step.number(peak * share, "FLOP/s")
 
 
 def _kernels(step: StepModel) -> Number:
