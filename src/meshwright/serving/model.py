@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -23,6 +23,8 @@ from meshwright.serving.abstract_weights import check_fits
 from meshwright.serving.adapters import with_adapters
 from meshwright.serving.defaults import answer_stops, defaults_of
 from meshwright.serving.engine import Engine
+from meshwright.serving.harmony import HarmonyParser
+from meshwright.serving.output import Content, is_harmony
 from meshwright.serving.replicas import Replicas, start_engine
 from meshwright.serving.request import Completion, Delta, Request
 from meshwright.serving.sampling import Sampling
@@ -153,9 +155,13 @@ class LanguageModel:
     ) -> Completion:
         """Answer a message of the user, or a conversation, by the model's chat template.
 
-        Without `max_new` the answer may fill the model's context.
+        Without `max_new` the answer may fill the model's context. The text of gpt-oss is that of
+        its final channel.
         """
-        return self.engine.generate(self._chat(messages, max_new, sampling, adapter))[0]
+        [answer] = self.engine.generate(self._chat(messages, max_new, sampling, adapter))
+        if not is_harmony(self.template):
+            return answer
+        return dataclasses.replace(answer, text="".join(_contents([answer.text])))
 
     def stream_chat(
         self,
@@ -166,7 +172,8 @@ class LanguageModel:
         **sampling: Any,
     ) -> Iterator[str]:
         """The answer of `chat` in pieces, as they are generated."""
-        return self._pieces(self._chat(messages, max_new, sampling, adapter))
+        pieces = self._pieces(self._chat(messages, max_new, sampling, adapter))
+        return _contents(pieces) if is_harmony(self.template) else pieces
 
     def check_chat(self) -> None:
         """Raise a MeshwrightError if there is no chat template."""
@@ -195,7 +202,9 @@ class LanguageModel:
             max_new = max(1, min(room, self._defaults.max_new or room))
         [request] = self._requests([[int(token) for token in tokens]], max_new, sampling, adapter)
         stop_tokens, stop = answer_stops(self.template, self.source.tokenizer)
-        return [dataclasses.replace(request, stop_tokens=stop_tokens, stop=stop)]
+        has_marks = is_harmony(self.template)
+        stops = dataclasses.replace(request, stop_tokens=stop_tokens, stop=stop)
+        return [dataclasses.replace(stops, special_tokens=has_marks)]
 
     @functools.cached_property
     def template(self) -> "ChatTemplate":
@@ -254,3 +263,11 @@ class LanguageModel:
         finally:
             if not ended:
                 self.engine.cancel(name)
+
+
+def _contents(pieces: Iterable[str]) -> Iterator[str]:
+    """The content of a text of several channels, as it comes."""
+    parser = HarmonyParser()
+    for piece in pieces:
+        yield from (one.text for one in parser.feed(piece) if isinstance(one, Content))
+    yield from (one.text for one in parser.end() if isinstance(one, Content))

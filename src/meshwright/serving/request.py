@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -16,6 +17,10 @@ class OverloadedError(MeshwrightError):
 
 class EngineStoppedError(MeshwrightError):
     """The engine takes no more requests: it has failed, or it is closed."""
+
+
+def request_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]

@@ -8,7 +8,7 @@ from tests.serving.server.bigram_engine import BigramEngine
 from tests.serving.server.serving import QWEN, Running, serving
 
 from meshwright.data import ChatTemplate
-from meshwright.serving.server.output import (
+from meshwright.serving.output import (
     Content,
     OutputParser,
     Reasoning,

@@ -8,13 +8,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from meshwright.serving.grammars import Grammar
-from meshwright.serving.request import Completion, Delta, Request
-from meshwright.serving.server.bodies import ChatBody
-from meshwright.serving.server.errors import bad_request, json_response
-from meshwright.serving.server.formats import chat_grammar
-from meshwright.serving.server.harmony import HarmonyParser
-from meshwright.serving.server.messages import chat_prompt
-from meshwright.serving.server.output import (
+from meshwright.serving.harmony import HarmonyParser
+from meshwright.serving.output import (
     CALL,
     CALLED,
     THINK,
@@ -27,7 +22,12 @@ from meshwright.serving.server.output import (
     is_harmony,
     tool_format,
 )
-from meshwright.serving.server.service import Service, Usage, request_id
+from meshwright.serving.request import Completion, Delta, Request, request_id
+from meshwright.serving.server.bodies import ChatBody
+from meshwright.serving.server.errors import bad_request, json_response
+from meshwright.serving.server.formats import chat_grammar
+from meshwright.serving.server.messages import chat_prompt
+from meshwright.serving.server.service import Service, Usage
 from meshwright.serving.server.transport import event_stream, finish, off_loop, read
 
 

@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from meshwright.data import last_character
 from meshwright.serving.grammars import Grammar
-from meshwright.serving.request import Completion, Delta, Request, TokenLogprobs
+from meshwright.serving.request import Completion, Delta, Request, TokenLogprobs, request_id
 from meshwright.serving.server.bodies import CompletionBody
 from meshwright.serving.server.errors import bad_request, json_response
 from meshwright.serving.server.formats import completion_grammar
 from meshwright.serving.server.logprobs import TextOffsets, first_of
-from meshwright.serving.server.service import Service, Usage, request_id
+from meshwright.serving.server.service import Service, Usage
 from meshwright.serving.server.transport import event_stream, finish, off_loop, read
 
 _MAX_TOKENS = 16  # OpenAI's default

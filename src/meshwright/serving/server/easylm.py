@@ -13,7 +13,7 @@ from starlette.responses import Response
 from meshwright.data import added_text, last_character
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
-from meshwright.serving.request import Completion, Request, TokenLogprobs
+from meshwright.serving.request import Completion, Request, TokenLogprobs, request_id
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.server.bodies import (
     EasyLMChatBody,
@@ -22,7 +22,7 @@ from meshwright.serving.server.bodies import (
     ScoreBody,
 )
 from meshwright.serving.server.errors import ApiError, bad_request, json_response, of_mistake
-from meshwright.serving.server.service import Service, check_stops, request_id
+from meshwright.serving.server.service import Service, check_stops
 from meshwright.serving.server.transport import finish, off_loop, read
 
 Endpoint = Callable[[HttpRequest, Service], Awaitable[Response]]

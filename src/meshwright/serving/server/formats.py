@@ -10,15 +10,13 @@ import msgspec
 
 from meshwright.errors import MeshwrightError
 from meshwright.serving.grammars import Grammar, Grammars, json_rule
-from meshwright.serving.server.bodies import ChatBody, GenerationBody, StructuredOutputs
-from meshwright.serving.server.errors import bad_request
-from meshwright.serving.server.harmony import (
+from meshwright.serving.harmony import (
     after_analysis,
     final_message,
     harmony_call,
     in_message,
 )
-from meshwright.serving.server.output import (
+from meshwright.serving.output import (
     CALL,
     CALLED,
     THINK,
@@ -26,6 +24,8 @@ from meshwright.serving.server.output import (
     ToolFormat,
     is_harmony,
 )
+from meshwright.serving.server.bodies import ChatBody, GenerationBody, StructuredOutputs
+from meshwright.serving.server.errors import bad_request
 from meshwright.serving.server.service import Service
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice")  # vLLM's older fields

@@ -11,8 +11,9 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from meshwright.serving.request import request_id
 from meshwright.serving.server.errors import ApiError, ClientGoneError, error_response
-from meshwright.serving.server.service import Service, Usage, request_id
+from meshwright.serving.server.service import Service, Usage
 from meshwright.serving.server.transport import give_back_memory
 
 LOG = logging.getLogger("meshwright.access")

@@ -16,7 +16,7 @@ from meshwright.models import encodes_prompts
 from meshwright.present import count
 from meshwright.serving.defaults import Defaults, answer_stops
 from meshwright.serving.device_sampling import MAX_BIAS
-from meshwright.serving.request import AnyEngine, Completion, Delta, Request
+from meshwright.serving.request import AnyEngine, Completion, Delta, Request, request_id
 from meshwright.serving.sampling import Sampling
 from meshwright.serving.server.bodies import MOST_LOGPROBS, NEUTRAL, GenerationBody
 from meshwright.serving.server.errors import ApiError, bad_request, unavailable
@@ -470,10 +470,6 @@ async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def request_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 @dataclasses.dataclass

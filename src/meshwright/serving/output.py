@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from meshwright.data import ChatTemplate
-from meshwright.serving.server.service import request_id
+from meshwright.serving.request import request_id
 
 ToolFormat = Literal["hermes", "llama", "harmony", "none"]
 THINK, THOUGHT = "<think>", "</think>"

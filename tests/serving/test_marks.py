@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ from tests.serving.server.serving import QWEN, config, serving, source
 
 from meshwright.data import ChatTemplate
 from meshwright.data.tokenizers import HuggingFaceTokenizer, byte_characters
-from meshwright.serving import Grammar, Grammars, Request
+from meshwright.serving import Completion, Delta, Grammar, Grammars, LanguageModel, Request
+from meshwright.serving.harmony import HarmonyParser
+from meshwright.serving.output import tool_format
 from meshwright.serving.server import Service
 from meshwright.serving.server.bodies import ChatBody
 from meshwright.serving.server.formats import _chat_grammar
-from meshwright.serving.server.harmony import HarmonyParser
-from meshwright.serving.server.output import tool_format
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -184,3 +185,27 @@ def test_a_message_that_is_begun_is_continued() -> None:
     parser = HarmonyParser("<|start|>assistant<|channel|>analysis<|message|>A gre")
     pieces = [*parser.feed("eting.<|end|><|start|>assistant<|channel|>final<|message|>Hi")]
     assert [piece.text for piece in (*pieces, *parser.end())] == ["eting.", "Hi"]  # type: ignore[union-attr]
+
+
+def test_the_answer_of_a_model_with_channels_is_its_final_one(tmp_path: Path) -> None:
+    class Answers:
+        """An engine that generates one text."""
+
+        max_length = 2000
+
+        def generate(self, requests: list[Request]) -> list[Completion]:
+            [request] = requests
+            assert request.special_tokens
+            assert request.stop_tokens == frozenset(own.encode("<|return|><|call|>").tolist())
+            return [Completion((), text, "stop")]
+
+        def submit(self, requests: list[Request], sink: Any) -> None:
+            for place in range(0, len(text), 7):
+                sink(0, Delta((), text[place : place + 7]))
+            sink(0, Delta(finish_reason="stop"))
+
+    own, text = tokenizer(HARMONY_MARKS, True), f"{THOUGHT}<|channel|>final<|message|>Hello!"
+    (tmp_path / "template").write_text(HARMONY)
+    model = LanguageModel(source(own), Answers(), tmp_path, tmp_path / "template")  # type: ignore[arg-type]
+    assert model.chat("Hi").text == "Hello!"
+    assert "".join(model.stream_chat("Hi")) == "Hello!"

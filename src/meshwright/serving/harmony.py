@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from meshwright.serving.grammars import Grammar, Grammars
-from meshwright.serving.server.output import (
+from meshwright.serving.output import (
     CHANNEL,
     MESSAGE,
     Content,
