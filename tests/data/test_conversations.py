@@ -99,6 +99,51 @@ def test_tokens_and_masks_equal_transformers(folder: Path, family: str, is_marke
         assert 0 < sum(mask) < len(mask)
 
 
+_ANSWER = "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+_TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}ANSWER{% else %}"
+    "{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "{% generation %}{% set end = '!' %}{{ m.content }}{% endgeneration %}{{ end }}",
+        "{% generation %}{{ m.reasoning_content }}<|im_end|>{{ m.content }}{% endgeneration %}",
+        "{% generation %}{{ m.thinking }}{{ m.content }}{% endgeneration %}",
+    ],
+)
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_names_of_a_template_are_those_of_transformers(
+    folder: Path, answer: str, name: str
+) -> None:
+    template = _TURNS.replace("ANSWER", answer)
+    conversation = messages([("user", "a"), ("assistant", "four")])
+    conversation[1][name] = "naïve"
+    ids, mask = expected(folder, template, conversation)
+    example, encoding = (
+        Conversation(tuple(conversation)), Encoding(template=chat_template(template)),
+    )  # fmt: skip
+    found, weights = encode(example, encoding, load_tokenizer(folder))
+    assert (found.tolist(), weights.tolist()) == (ids, mask)
+
+
+def test_all_that_follows_a_prompt_has_loss_also_where_marks_include_its_end(folder: Path) -> None:
+    tokenizer, texts = load_tokenizer(folder), []
+    asked = messages([("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")])
+    for header in ("{{ '<|im_start|>assistant' }}" + _ANSWER,
+                   _ANSWER.replace("{{ m", "{{ '<|im_start|>assistant' + m")):  # fmt: skip
+        encoding = Encoding(template=chat_template(_TURNS.replace("ANSWER", header)))
+        for first in (1, 3):
+            example = Conversation(tuple(asked), first_answer=first)
+            texts.append(with_loss(tokenizer, encode(example, encoding, tokenizer))[1])
+    answers = "d<|im_end|>"
+    assert texts[:2] == ["b<|im_end|>" + answers, answers]
+    assert texts[2:] == ["b<|im_end|><|im_start|>assistant" + answers, answers]
+
+
 def test_loss_on_all_tokens(folder: Path) -> None:
     encoding = Encoding(template=chat_template(FAMILIES["chatml"]), loss_on="all")
     example = Conversation(tuple(messages(CONVERSATIONS[1])))

@@ -28,6 +28,10 @@ def test_fields_that_are_read() -> None:
     assert found.typed == found.sampling
     assert (Defaults().sampling, Defaults().typed) == (Sampling(), Sampling(0.8, top_p=0.95))
     assert defaults_of({"temperature": 1.0}).typed == Sampling()
+    greedy = defaults_of({"do_sample": False, "temperature": 0.7, "repetition_penalty": 1.2})
+    assert greedy.typed == Sampling(0, repetition_penalty=1.2)  # as transformers' generate
+    assert greedy.sampling == Sampling(0.7, repetition_penalty=1.2)  # as vLLM's server
+    assert defaults_of({"do_sample": False}).typed == Sampling(0)
 
 
 @pytest.mark.parametrize(

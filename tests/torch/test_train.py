@@ -27,11 +27,20 @@ from meshwright.errors import MeshwrightError
 from meshwright.serving import generation_mesh, load_weights, model_source
 from meshwright.torch import checkpoint
 from meshwright.torch.train import train
+from meshwright.torch.train.backend import on_meta
 from meshwright.torch.train.batch import model_inputs
 from meshwright.torch.train.settings import check_settings
 from meshwright.torch.train.store import TorchrunStore
 from meshwright.training import TorchConfig, TrainConfig, with_settings
 from meshwright.training.config import EvalConfig
+
+
+def test_a_model_has_no_dropout_in_training_and_evaluation() -> None:
+    fields = tiny("granite").config.to_dict() | {"attention_dropout": 0.3}
+    network = on_meta(fields, torch.float32)
+    assert network.config.attention_dropout == 0.3
+    assert not any(module.training for module in network.modules())
+
 
 SIZES = ["--steps", "9", "--batch", "8", "--seq", "64", "--accumulation", "2"]
 SIZES += ["--eval.sequences", "6", "--eval.every", "100", "--optimizer.learning-rate", "3e-3"]

@@ -45,7 +45,8 @@ class _Generation(Extension):
         before, after = (
             nodes.Output([nodes.Name(name, "load")]).set_lineno(line) for name in _MARKS
         )
-        return [before, *body, after]
+        # what is set inside is not known outside, as in transformers
+        return [before, nodes.Scope(body).set_lineno(line), after]
 
 
 class ChatTemplate:
@@ -204,7 +205,7 @@ class ChatTemplate:
                 dict(self.tokens)
                 | dict(values or {})
                 | {
-                    "messages": messages,
+                    "messages": [*map(_with_reasoning, messages)],
                     "tools": tools or None,
                     "add_generation_prompt": generation_prompt,
                 }
@@ -217,6 +218,18 @@ class ChatTemplate:
             raise MeshwrightError(
                 f"the chat template cannot render these messages: {type(reason).__name__}: {reason}"
             ) from None
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def _with_reasoning(message: Message) -> Message:
+    """The message with its reasoning under the names that templates read, as in transformers."""
+    known = (message.get(name) for name in _REASONING if isinstance(message, Mapping))
+    reasoning = next((text for text in known if text is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _parts(text: str, separator: re.Pattern[str]) -> Iterator[tuple[str, str]]:

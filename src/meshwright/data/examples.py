@@ -176,7 +176,8 @@ def _render(example: Conversation, encoding: Encoding) -> tuple[str, list[tuple[
                 "the chat template writes the prompt differently when the answer follows it, so it "
                 "is not known where the answer begins"
             )
-        weighted = [(span, weight) for span, weight in weighted if span[0] >= len(prompt)]
+        begin = len(prompt)  # with the header of the answer, which a mark may include
+        weighted = [((max(a, begin), end), w) for (a, end), w in weighted if end > begin]
     return text, weighted
 
 

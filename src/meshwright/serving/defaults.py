@@ -24,6 +24,8 @@ class Defaults:
     """Sampling as the folder says; None: it says nothing."""
     max_new: int | None = None
     """Maximum number of tokens of a chat's answer; None: what the context has room for."""
+    greedy: bool = False
+    """The folder says do_sample: false, which transformers' generate follows and vLLM does not."""
 
     @property
     def sampling(self) -> Sampling:
@@ -33,6 +35,8 @@ class Defaults:
     @property
     def typed(self) -> Sampling:
         """Of what a person types."""
+        if self.greedy:
+            return dataclasses.replace(self.sampling, temperature=0)
         return self.named or CALM
 
     def __str__(self) -> str:
@@ -67,7 +71,8 @@ def defaults_of(fields: Mapping[str, Any]) -> Defaults:
     try:
         if limit is not None and whole_number(limit, "max_new_tokens") < 1:
             raise MeshwrightError(f"max_new_tokens={limit} must be at least 1")
-        return Defaults(Sampling(**given) if given else None, limit)
+        named = Sampling(**given) if given else None
+        return Defaults(named, limit, greedy=fields.get("do_sample") is False)
     except MeshwrightError as reason:
         raise MeshwrightError(
             f"generation_config.json: {reason}; correct it there (serve can ignore it: "

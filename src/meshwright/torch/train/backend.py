@@ -352,7 +352,8 @@ def on_meta(fields: dict[str, Any], dtype: torch.dtype) -> Any:
     kind = fields["model_type"]
     config = AutoConfig.for_model(kind, **{k: v for k, v in fields.items() if k != "model_type"})
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()  # without dropout, as in JAX
 
 
 def _dtensors(network: torch.nn.Module) -> Iterator[DTensor]:
