@@ -363,6 +363,16 @@ def test_an_automatic_batch_follows_the_law() -> None:
     assert sequences(100, 8192) == 1
 
 
+@pytest.mark.parametrize(
+    "frozen", [{"lora.rank": 16}, {"trainable": ("norm",)}, {"trainable": ("layers/-1/",)}]
+)
+def test_an_automatic_batch_does_not_depend_on_what_is_trained(frozen: dict[str, Any]) -> None:
+    config, machine = TrainConfig("llama-3.1-8b", batch=1, seq=8192), Machine.parse("h100:8")
+    part = Workload.of(with_settings(config, frozen), machine)
+    assert batch_for(part) == batch_for(Workload.of(config, machine))
+    assert batch_for(part, 1e-300) == 1
+
+
 def test_a_curve_has_the_machine_and_its_neighbours() -> None:
     machine = Machine.parse("h100:8")
     points = curve(SMALL, machine, constraints_of(SMALL))
