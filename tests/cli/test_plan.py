@@ -350,6 +350,41 @@ def test_machines_compared_are_written_as_a_page(
     assert "h200:8" in text
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mesh tp=2",
+        "--mesh 'fsdp=*,tp>=2,tp<=4'",
+        "--mesh 1,-1,4,1",
+        "--failures 0.01 --restart 1.5h --checkpoint-write 12345678",
+        "--failures 1e-5 --restart 0.001s --checkpoint-write 2G",
+        "--compute.remat none --accumulation 1",
+        "--mesh tp=4 --compute.no-sequence-parallel --context-parallel auto",
+        "--tokens 1234567890",
+        "--num-partitions 4",
+    ],
+)
+def test_the_next_command_of_a_comparison_plans_the_same(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "llama-3.2-1b", "--batch", "32", "--seq", "512", *shlex.split(words)]
+    asked += ["--on", "h100:8,h200:8"] + ([] if "--tokens" in words else ["--tokens", "1.5T"])
+    main([*asked, "--json"])
+    first = json.loads(capsys.readouterr().out)["machines"][0]
+    main(asked)
+    _, _, command = capsys.readouterr().out.partition("next\n")
+    main([*shlex.split(command.replace("\\\n", ""))[1:], "--json"])
+    out, err = capsys.readouterr()
+    best = json.loads(out)["ranked"][0]
+    assert not err  # nothing is left to be chosen
+    for name in ("mesh", "step_seconds"):
+        assert best[name] == first[name]
+    for name in ("seconds", "cost"):
+        assert best["run"][name] == pytest.approx(first[name], rel=1e-12)
+    for name in ("remat", "accumulation"):
+        assert best["choice"][name] == first[name]
+
+
 def test_the_next_command_of_a_comparison_has_its_catalogue(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
