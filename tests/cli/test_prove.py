@@ -1,5 +1,6 @@
 """`meshwright prove` from the command line, with mistakes."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.cli.prove import prove_command
 from meshwright.models import preset
-from meshwright.planner.report import plan_data
+from meshwright.planner.report import plan_data, read_plan
 from meshwright.proofs.footprint import footprint, out_of_memory
 
 pytestmark = pytest.mark.usefixtures("fast_proofs")
@@ -63,6 +64,21 @@ def test_a_plan_is_proved_as_it_was_made(
     assert data["mesh"] == made.mesh
     by_plan = next(one for one in data["compared"] if one["what"] == "memory of a device")
     assert by_plan["planned"] == made.best.memory.total
+
+
+def test_a_plan_of_a_chip_of_ones_own_is_proved_on_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The compiler's process gets its figures: no text names it."""
+    file, catalogue = tmp_path / "plan.json", tmp_path / "mine.toml"
+    words = [word if word != "cpu:8" else "mine:8" for word in STEP]
+    catalogue.write_text('[chips.mine]\nlike = "cpu"\nmemory_bytes = 123_000_000_000\n')
+    main(["plan", *words, "--catalogue", str(catalogue), "--json"])
+    file.write_text(capsys.readouterr().out)
+    prove_command(["--plan", str(file), "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert (data["machine"], data["fits"]) == ("mine:8", True)
+    assert data["memory"]["limit"] == read_plan(file).best.memory.limit
 
 
 def test_a_plan_with_an_edited_mesh_is_refused(
@@ -199,11 +215,12 @@ def test_the_buffer_assignment_is_the_footprint_on_tpus() -> None:
 def test_a_plan_of_serving_is_proved_as_it_was_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    made = mw.plan("tiny", "cpu:4", batch=8, seq=64, kind="serve")
+    chip = dataclasses.replace(mw.CHIPS["cpu"], name="mine", like="cpu")
+    made = mw.plan("tiny", mw.Machine(chip, (4,)), batch=8, seq=64, kind="serve")
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan_data(made)))
     prove_command(["--plan", str(file), "--choice", "2", "--json"])
     data = json.loads(capsys.readouterr().out)
-    assert data["mesh"] == made.ranked[1].choice.mesh
+    assert (data["machine"], data["mesh"]) == ("mine:4", made.ranked[1].choice.mesh)
     assert data["decode"]["fits"]
     assert data["decode"]["audit"]["surprises"] == 0

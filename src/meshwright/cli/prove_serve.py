@@ -22,9 +22,9 @@ from meshwright.serving import EngineConfig, ServedStep
 from meshwright.training import TrainConfig
 
 
-def prove_serve(words: list[str]) -> None:
-    """`words` are the command line without --serve."""
-    on, mesh = take(words, "--on"), take(words, "--mesh")
+def prove_serve(words: list[str], planned_on: Machine | str = "") -> None:
+    """`words` are the command line without --serve; without --on it is for `planned_on`."""
+    on, mesh = take(words, "--on") or planned_on, take(words, "--mesh")
     weights, kept = take(words, "--engine.weights"), take(words, "--engine.cache")
     batch, seq = take_integer(words, "--batch", 1), take_integer(words, "--seq", 1)
     rows = take_integer(words, "--rows")
@@ -39,7 +39,6 @@ def prove_serve(words: list[str]) -> None:
         raise MeshwrightError(f"add {' and '.join(missing)}; meshwright prove --help says more")
     if len(words) > 1:
         raise MeshwrightError(f"{words[1]} does not go with prove --serve; leave it out")
-    assert on is not None
     assert batch is not None
     assert seq is not None
     if weights not in (None, *QUANTIZED_DTYPES):

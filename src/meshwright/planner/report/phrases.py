@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from meshwright.machines import Price
+from meshwright.machines import CHIPS, Price, is_compiled_for
 from meshwright.models import family_of
 from meshwright.planner.result import Plan, Refusal
 from meshwright.planner.search import UNCERTAINTY
@@ -65,23 +65,45 @@ def settings(choice: Choice, kind: str) -> str:
 
 
 def next_commands(plan: Plan, choice: Choice) -> list[str]:
-    """What to type next: have the compiler prove it, then run it."""
+    """What to type next: have the compiler prove it, where there is one for the chip; run it."""
     workload = plan.workload
     if workload.kind == "serve":
         return _to_serve(plan, choice)
-    config = apply(plan.config, choice)
+    config, longer = apply(plan.config, choice), []
     if workload.seq > workload.model.max_seq:  # Plan.warnings says so
         changes = family_of(workload.model).longer(workload.model, workload.seq)
         config = with_settings(config, {"override": (*config.override, *changes)})
+        longer = ["--override", *config.override]
     model = workload.config.model or "MODEL"
     if not workload.schedule.is_proved:
         return [_in_torch(plan, model, config)]
     flags = settings_flags(config)
-    prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags]
     train = ["meshwright", "train", model, *flags]
     if config.lora.rank and config.init_from is None:  # which an adapter needs
         train += ["--init-from", "MODEL_FOLDER"]
-    return [shlex.join(prove), shlex.join(train)]
+    return [*_to_prove(plan, choice, flags, longer), shlex.join(train)]
+
+
+def _to_prove(
+    plan: Plan, choice: Choice, flags: Sequence[str], changes: Sequence[str] = ()
+) -> list[str]:
+    """Has a choice proved: by its flags or, where its chip is a user's own, by the plan's file.
+
+    `changes` are flags that a plan's file lacks. [] where nothing proves it.
+    """
+    chip, model = plan.machine.chip, plan.config.model
+    if not is_compiled_for(chip):
+        return []
+    if CHIPS.get(chip.name) == chip:
+        prove = ["meshwright", "prove", model or "MODEL", "--on", str(plan.machine), *flags]
+    elif model:
+        number = [one.choice.key for one in plan.ranked].index(choice.key)
+        prove = ["meshwright", "prove", "--plan", "PLAN_JSON"]
+        prove += ["--choice", str(number + 1)] if number else []
+        prove += changes
+    else:
+        return []
+    return [shlex.join(prove)]
 
 
 def _in_torch(plan: Plan, model: str, config: TrainConfig) -> str:
@@ -99,15 +121,7 @@ def _in_torch(plan: Plan, model: str, config: TrainConfig) -> str:
 
 def _to_serve(plan: Plan, choice: Choice) -> list[str]:
     workload, mesh = plan.workload, ["--mesh", choice.mesh]
-    prove = [
-        "meshwright",
-        "prove",
-        workload.config.model or "MODEL",
-        "--on",
-        str(plan.machine),
-        "--serve",
-    ]
-    prove += [*mesh, "--batch", str(workload.batch), "--seq", str(workload.seq)]
+    prove = ["--serve", *mesh, "--batch", str(workload.batch), "--seq", str(workload.seq)]
     of_replica = str(-(-workload.batch // choice.size("dp")))
     serve = ["meshwright", "serve", "MODEL_FOLDER", *mesh, "--engine.max-batch", of_replica]
     serve += ["--engine.max-length", str(workload.seq)]
@@ -122,7 +136,7 @@ def _to_serve(plan: Plan, choice: Choice) -> list[str]:
         serve += ["--engine.max-adapters", str(slots), "--engine.max-adapter-rank", str(rank)]
     if len(workload.sizes.sequences) > 1:  # prove --serve compiles the steps of decoders
         return [shlex.join(serve)]
-    return [shlex.join(prove), shlex.join(serve)]
+    return [*_to_prove(plan, choice, prove), shlex.join(serve)]
 
 
 def folded(command: str, width: int) -> str:
