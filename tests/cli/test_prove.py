@@ -120,6 +120,29 @@ def test_a_mesh_can_be_left_to_the_plan(capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(heard.out)["mesh"] != "auto"
 
 
+def test_an_engines_steps_are_proved_in_the_dtype_that_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps: list[Any] = []
+
+    def stop(step: Any, *_: Any, **__: Any) -> None:
+        steps.append(step)
+        raise mw.MeshwrightError("as far as this")
+
+    monkeypatch.setattr("meshwright.cli.prove_serve.prove_serving", stop)
+    file = tmp_path / "plan.json"
+    for dtype in ("bfloat16", "auto"):
+        made = mw.plan("tiny", "cpu:4", batch=8, seq=64, kind="serve", dtype=dtype)
+        file.write_text(json.dumps(plan_data(made)))
+        words = ["tiny", "--on", "cpu:4", "--serve", "--batch", "8", "--seq", "64"]
+        for asked in (["--plan", str(file)], [*words, "--dtype", dtype], words):
+            with pytest.raises(mw.MeshwrightError, match="as far as this"):
+                prove_command(asked)
+    assert [step.dtype for step in steps] == ["bfloat16", "bfloat16"] + 4 * ["float32"]
+    with pytest.raises(mw.MeshwrightError, match="dtype 'float16' is none of"):
+        prove_command([*words, "--dtype", "float16"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -216,11 +239,14 @@ def test_a_plan_of_serving_is_proved_as_it_was_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     chip = dataclasses.replace(mw.CHIPS["cpu"], name="mine", like="cpu")
-    made = mw.plan("tiny", mw.Machine(chip, (4,)), batch=8, seq=64, kind="serve")
+    machine = mw.Machine(chip, (4,))
+    made = mw.plan("tiny", machine, batch=8, seq=64, kind="serve", dtype="bfloat16")
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan_data(made)))
     prove_command(["--plan", str(file), "--choice", "2", "--json"])
     data = json.loads(capsys.readouterr().out)
     assert (data["machine"], data["mesh"]) == ("mine:4", made.ranked[1].choice.mesh)
     assert data["decode"]["fits"]
+    compared = {one["what"]: one for one in data["decode"]["compared"]}
+    assert compared["memory of a device"]["planned"] == made.ranked[1].memory.total
     assert data["decode"]["audit"]["surprises"] == 0

@@ -19,6 +19,7 @@ from tests.planner.made_plan import made_plan, transfer
 
 import meshwright as mw
 from meshwright.audits import wire_bytes
+from meshwright.cli.plan import plan_command
 from meshwright.cli.train import settings as train_settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
@@ -376,6 +377,33 @@ def test_another_optimizer_and_dtype_are_in_the_commands() -> None:
     _, train = next_commands(plan, plan.best.choice)
     config = train_settings(shlex.split(train)[2:])
     assert (config.optimizer.name, config.compute.param_dtype) == ("muon", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("--batch 8 --seq 256 --compute.dtype float32", {"--dtype": "float32"}),
+        # 96% of an H100, where an engine takes 90%
+        ("--batch 450 --seq 1024 --engine.weights plain", {"--engine.memory-fraction": "0.96"}),
+        (
+            "--requests 1 --prompt 1000 --output 200 --batch 219 --compute.dtype bfloat16",
+            {"--engine.memory-fraction": "0.96", "--dtype": "bfloat16"},
+        ),
+        ("--batch 8 --seq 256", {}),
+    ],
+)
+def test_what_a_plan_of_serving_needs_is_in_its_commands(
+    words: str, flags: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_command(["llama-3.1-8b", "--on", "h100:1", "--serve", *shlex.split(words)])
+    _, _, said = capsys.readouterr().out.partition("next\n")
+    *prove, serve = said.replace("\\\n", "").splitlines()
+    for flag in ("--dtype", "--engine.memory-fraction"):
+        given = shlex.split(serve)
+        value = given[given.index(flag) + 1] if flag in given else None
+        assert value == flags.get(flag)
+    for line in prove:
+        assert ("--dtype float32" in line) == (flags == {"--dtype": "float32"})
 
 
 @settings(deadline=None)

@@ -105,6 +105,7 @@ def _served(plan: Plan, file: str, choice: int | None) -> list[str]:
     chosen, config = _chosen(plan, file, choice), plan.config
     words = [config.model, "--mesh", chosen.mesh]
     words += ["--batch", str(config.batch), "--seq", str(config.seq)]
+    words += ["--dtype", config.compute.dtype]
     for flag, value in {"--engine.weights": chosen.weights, "--engine.cache": chosen.cache}.items():
         words += [flag, value] if value else []
     return words

@@ -31,7 +31,7 @@ from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Workload
 from meshwright.present import seconds_text
 from meshwright.serving import EngineConfig
-from meshwright.training import TrainConfig
+from meshwright.training import AUTO, TrainConfig
 
 BATCHES = (32, 128, 256)  # max_batch of an engine, where none is given
 SMALLER = (16, 8, 4, 2, 1)  # where the memory is too small for those
@@ -117,6 +117,7 @@ class Deployments:
     found: tuple[Deployment, ...]
     refused: tuple[NoOffer, ...]
     unpriced: tuple[str, ...] = ()  # chips that `any` leaves out
+    dtype: str = AUTO  # of weights and cache, as `meshwright serve` takes it
 
     @property
     def best(self) -> Deployment:
@@ -176,7 +177,8 @@ def deployments(
             f"no machine serves {load.rate:g} requests a second as asked: "
             + "; ".join(f"{one.name}: {one.why}" for one in refused)
         )
-    return Deployments(config.model, load, tuple(sorted(found, key=_order)), tuple(refused))
+    offers = tuple(sorted(found, key=_order))
+    return Deployments(config.model, load, offers, tuple(refused), dtype=config.compute.dtype)
 
 
 def _check_model(config: TrainConfig) -> None:
