@@ -324,7 +324,24 @@ def test_a_batch_as_people_give_it(
         ("--on h100,nope --tokens 1T", "machine 'nope' is not known"),
         ("--on h100:8 --tokens 1T --budget 10", "the cheapest takes"),
         ("--on h100:8 --tokens 1T --within 1h", "the shortest takes"),
-        ("--on h100 --tokens 1T --serve", "--serve is of one machine with a size"),
+        ("--on h100 --tokens 1T --serve", "--tokens is of training, and serving is planned"),
+        ("--on h100:8 --batch 8 --seq 64 --serve --tokens=1T", "--tokens is of training"),
+        ("--on h100:8 --batch 8 --seq 64 --serve --restart 1h", "--restart is of training"),
+        (
+            "--on h100:8 --serve --requests 2 --prompt 9 --output 9 --failures 1",
+            "not go with --req",
+        ),
+        ("--on h100:8 --failures 0.01", "--failures needs the tokens of the run: --tokens 1T"),
+        ("--on h100:8 --restart=1h", "--restart needs the tokens of the run: --tokens 1T"),
+        ("--on h100:8 --checkpoint-write 1e9", "--checkpoint-write needs the tokens of the run"),
+        ("--on h100:8 --explain tp=2 --curve", "--curve is of all meshes, and --explain tp=2 of"),
+        ("--on h100:8 --explain tp=2 --refused", "--refused is of all meshes, and --explain tp=2"),
+        ("--on h100:8 --explain tp=2 --top 3", "--top is of all meshes, and --explain tp=2 of one"),
+        ("--on h100:8 --explain tp=2 --html p.html", "--html is of all meshes, and --explain"),
+        (
+            "--on h100:8 --batch 8 --seq 64 --serve --engine.max-adapter-rank 64",
+            "max_adapter_rank=64 is of slots for adapters, and none are planned; give their number",
+        ),
         ("--on h100 --tokens 1T --explain tp=2", "is of one machine with a size"),
         ("--on h100:8 --seq 128 --batch 8 --batch-tokens 4M", "give one of them"),
         ("--on h100 --tokens 1T --catalogue nope.toml", "'nope.toml' cannot be read"),
@@ -348,6 +365,41 @@ def test_machines_compared_are_written_as_a_page(
     text = file.read_text()
     assert "h100:8" in text
     assert "h200:8" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--mesh tp=2",
+        "--mesh 'fsdp=*,tp>=2,tp<=4'",
+        "--mesh 1,-1,4,1",
+        "--failures 0.01 --restart 1.5h --checkpoint-write 12345678",
+        "--failures 1e-5 --restart 0.001s --checkpoint-write 2G",
+        "--compute.remat none --accumulation 1",
+        "--mesh tp=4 --compute.no-sequence-parallel --context-parallel auto",
+        "--tokens 1234567890",
+        "--num-partitions 4",
+    ],
+)
+def test_the_next_command_of_a_comparison_plans_the_same(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "llama-3.2-1b", "--batch", "32", "--seq", "512", *shlex.split(words)]
+    asked += ["--on", "h100:8,h200:8"] + ([] if "--tokens" in words else ["--tokens", "1.5T"])
+    main([*asked, "--json"])
+    first = json.loads(capsys.readouterr().out)["machines"][0]
+    main(asked)
+    _, _, command = capsys.readouterr().out.partition("next\n")
+    main([*shlex.split(command.replace("\\\n", ""))[1:], "--json"])
+    out, err = capsys.readouterr()
+    best = json.loads(out)["ranked"][0]
+    assert not err  # nothing is left to be chosen
+    for name in ("mesh", "step_seconds"):
+        assert best[name] == first[name]
+    for name in ("seconds", "cost"):
+        assert best["run"][name] == pytest.approx(first[name], rel=1e-12)
+    for name in ("remat", "accumulation"):
+        assert best["choice"][name] == first[name]
 
 
 def test_the_next_command_of_a_comparison_has_its_catalogue(

@@ -1,5 +1,6 @@
 """`meshwright prove` from the command line, with mistakes."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import meshwright as mw
 from meshwright.cli.main import main
 from meshwright.cli.prove import prove_command
 from meshwright.models import preset
-from meshwright.planner.report import plan_data
+from meshwright.planner.report import plan_data, read_plan
 from meshwright.proofs.footprint import footprint, out_of_memory
 
 pytestmark = pytest.mark.usefixtures("fast_proofs")
@@ -65,6 +66,21 @@ def test_a_plan_is_proved_as_it_was_made(
     assert by_plan["planned"] == made.best.memory.total
 
 
+def test_a_plan_of_a_chip_of_ones_own_is_proved_on_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The compiler's process gets its figures: no text names it."""
+    file, catalogue = tmp_path / "plan.json", tmp_path / "mine.toml"
+    words = [word if word != "cpu:8" else "mine:8" for word in STEP]
+    catalogue.write_text('[chips.mine]\nlike = "cpu"\nmemory_bytes = 123_000_000_000\n')
+    main(["plan", *words, "--catalogue", str(catalogue), "--json"])
+    file.write_text(capsys.readouterr().out)
+    prove_command(["--plan", str(file), "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert (data["machine"], data["fits"]) == ("mine:8", True)
+    assert data["memory"]["limit"] == read_plan(file).best.memory.limit
+
+
 def test_a_plan_with_an_edited_mesh_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -102,6 +118,29 @@ def test_a_mesh_can_be_left_to_the_plan(capsys: pytest.CaptureFixture[str]) -> N
     assert "mesh auto: " in heard.err
     assert "remat full" in heard.err
     assert json.loads(heard.out)["mesh"] != "auto"
+
+
+def test_an_engines_steps_are_proved_in_the_dtype_that_is_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps: list[Any] = []
+
+    def stop(step: Any, *_: Any, **__: Any) -> None:
+        steps.append(step)
+        raise mw.MeshwrightError("as far as this")
+
+    monkeypatch.setattr("meshwright.cli.prove_serve.prove_serving", stop)
+    file = tmp_path / "plan.json"
+    for dtype in ("bfloat16", "auto"):
+        made = mw.plan("tiny", "cpu:4", batch=8, seq=64, kind="serve", dtype=dtype)
+        file.write_text(json.dumps(plan_data(made)))
+        words = ["tiny", "--on", "cpu:4", "--serve", "--batch", "8", "--seq", "64"]
+        for asked in (["--plan", str(file)], [*words, "--dtype", dtype], words):
+            with pytest.raises(mw.MeshwrightError, match="as far as this"):
+                prove_command(asked)
+    assert [step.dtype for step in steps] == ["bfloat16", "bfloat16"] + 4 * ["float32"]
+    with pytest.raises(mw.MeshwrightError, match="dtype 'float16' is none of"):
+        prove_command([*words, "--dtype", "float16"])
 
 
 @pytest.mark.parametrize(
@@ -199,11 +238,15 @@ def test_the_buffer_assignment_is_the_footprint_on_tpus() -> None:
 def test_a_plan_of_serving_is_proved_as_it_was_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    made = mw.plan("tiny", "cpu:4", batch=8, seq=64, kind="serve")
+    chip = dataclasses.replace(mw.CHIPS["cpu"], name="mine", like="cpu")
+    machine = mw.Machine(chip, (4,))
+    made = mw.plan("tiny", machine, batch=8, seq=64, kind="serve", dtype="bfloat16")
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan_data(made)))
     prove_command(["--plan", str(file), "--choice", "2", "--json"])
     data = json.loads(capsys.readouterr().out)
-    assert data["mesh"] == made.ranked[1].choice.mesh
+    assert (data["machine"], data["mesh"]) == ("mine:4", made.ranked[1].choice.mesh)
     assert data["decode"]["fits"]
+    compared = {one["what"]: one for one in data["decode"]["compared"]}
+    assert compared["memory of a device"]["planned"] == made.ranked[1].memory.total
     assert data["decode"]["audit"]["surprises"] == 0

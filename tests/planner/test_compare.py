@@ -33,6 +33,7 @@ from meshwright.planner.long_run import checkpoint_bytes
 from meshwright.planner.report import comparison_report
 from meshwright.planner.search import search
 from meshwright.present import amount
+from meshwright.training import with_settings
 
 DAY = 86400.0
 PARAMETERS = 1_235_814_400  # of Llama 3.2 1B, as Hugging Face says
@@ -117,6 +118,27 @@ def test_the_fastest_mesh_is_that_of_a_search_where_memory_is_scarce(
     found, (best, *_) = fastest(workload, limits), search(workload, limits, "fastest")[0]
     assert found is not None
     assert found.memory.tight == best.memory.tight
+    assert found.seconds == pytest.approx(best.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "on", "batch", "seq", "accumulation", "mesh"),
+    [
+        ("llama-3.1-8b", "v6e:4x4", 32, 1024, 2, "tp<=2"),
+        ("llama-3.2-1b", "h100:4x8", 64, 2048, 8, None),  # most meshes have too few sequences
+        ("llama-3.2-1b", "h100:8", 64, 2048, 8, None),
+        ("llama-3.1-8b", "v5e:8x8", 256, 4096, 4, None),
+    ],
+)
+def test_the_fastest_mesh_with_fixed_micro_batches_is_that_of_a_search(
+    model: str, on: str, batch: int, seq: int, accumulation: int, mesh: str | None
+) -> None:
+    config = TrainConfig(model, batch=batch, seq=seq, accumulation=accumulation)
+    config = with_settings(config, {"optimizer.moments": "bfloat16"})
+    workload, limits = Workload.of(config, Machine.parse(on)), constraints_of(config, (), mesh)
+    found, best = fastest(workload, limits), search(workload, limits, "fastest")[0][0]
+    assert found is not None
+    assert (found.choice.mesh, found.choice.accumulation) == (best.choice.mesh, accumulation)
     assert found.seconds == pytest.approx(best.seconds, rel=1e-9)
 
 
@@ -339,6 +361,16 @@ def test_an_automatic_batch_follows_the_law() -> None:
     assert batch_for(workload, 15e12) > batch
     assert sequences(4e6, 8192) == 512
     assert sequences(100, 8192) == 1
+
+
+@pytest.mark.parametrize(
+    "frozen", [{"lora.rank": 16}, {"trainable": ("norm",)}, {"trainable": ("layers/-1/",)}]
+)
+def test_an_automatic_batch_does_not_depend_on_what_is_trained(frozen: dict[str, Any]) -> None:
+    config, machine = TrainConfig("llama-3.1-8b", batch=1, seq=8192), Machine.parse("h100:8")
+    part = Workload.of(with_settings(config, frozen), machine)
+    assert batch_for(part) == batch_for(Workload.of(config, machine))
+    assert batch_for(part, 1e-300) == 1
 
 
 def test_a_curve_has_the_machine_and_its_neighbours() -> None:

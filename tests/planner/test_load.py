@@ -11,10 +11,10 @@ import pytest
 
 from meshwright.cli.plan import plan_command
 from meshwright.errors import MeshwrightError
-from meshwright.machines import CHIPS, Machine
+from meshwright.machines import CHIPS, Catalogue, Machine
 from meshwright.models import DecoderConfig
-from meshwright.planner import Load, Workload, deployments, load, simulation
-from meshwright.planner.constraints import Constraints
+from meshwright.planner import Load, Workload, deployments, load, machines_named, simulation
+from meshwright.planner.constraints import Constraints, parse
 from meshwright.planner.serving import search_serving
 from meshwright.serving import EngineConfig, ScheduledSequence, ScheduledStep
 from meshwright.training import TrainConfig
@@ -155,6 +155,31 @@ def test_what_cannot_be_served_is_said() -> None:
         deployments(TrainConfig("llama-3.1-8b"), [Machine.parse("h100:8")], asked)
     with pytest.raises(MeshwrightError, match="rate=inf must be a number above 0"):
         Load(rate=math.inf, prompt=400, output=60)
+
+
+@pytest.mark.parametrize(
+    ("on", "mesh", "why"),
+    [
+        ("h100:4", "tp=2", "dp=1, so that tp is 4 here.* not 'tp=2'; leave it out.* --on h100:2$"),
+        ("h100", "tp=16", "at most 8 chips are tried, and none has 'tp=16'.* --on h100:2x8$"),
+        ("h100", "tp=3", "at most 8 chips are tried, and none has 'tp=3'; leave it out$"),
+        ("h100", "fsdp=4", "an engine splits a model over tp and ep alone; leave 'fsdp=4' out"),
+        ("h100:4", "tp>=2,dp=2", "a replica has dp=1, and how many are .* leave 'dp=2' out"),
+        # possible on one of the sizes, whose refusal is told
+        ("l4", "tp=1", "no mesh fits: needs .* with a batch of 1$"),
+    ],
+)
+def test_a_mesh_that_no_replica_has_is_refused_by_that_rule(on: str, mesh: str, why: str) -> None:
+    model = "llama-3.1-70b" if on == "l4" else "llama-3.1-8b"
+    asked, limits = Load(rate=20, prompt=500, output=100), parse(mesh)
+    machines = machines_named([on], Catalogue())
+    with pytest.raises(MeshwrightError, match=why):
+        deployments(TrainConfig(model), machines, asked, limits)
+
+
+def test_replicas_are_of_the_sizes_that_have_the_mesh() -> None:
+    found = deployments(TrainConfig("tiny"), [CHIPS["h100"]], Load(1, 64, 8), parse("tp=2"))
+    assert str(found.best.machine) == "h100:2"
 
 
 def test_long_prompts_are_served_with_the_largest_batch_that_fits() -> None:

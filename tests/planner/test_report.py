@@ -19,10 +19,12 @@ from tests.planner.made_plan import made_plan, transfer
 
 import meshwright as mw
 from meshwright.audits import wire_bytes
+from meshwright.cli.plan import plan_command
 from meshwright.cli.train import settings as train_settings
 from meshwright.errors import MeshwrightError
 from meshwright.machines import Machine
 from meshwright.meshes import mesh as build_mesh
+from meshwright.models import preset
 from meshwright.models.decoder import PRESETS
 from meshwright.ops.rope import LinearScaling, Rope, YarnScaling
 from meshwright.planner import Run, compare, constraints_of, curve, planned_sizes
@@ -337,6 +339,37 @@ def test_the_commands_are_what_train_understands() -> None:
         assert config.context_parallel == choice.context_parallel
 
 
+@pytest.mark.parametrize("engine", [None, EngineConfig()], ids=["train", "serve"])
+def test_a_proof_is_proposed_where_there_is_a_compiler(engine: EngineConfig | None) -> None:
+    """Of a chip of one's own by the plan's file: `--on` knows the catalogue alone."""
+    run = "meshwright train" if engine is None else "meshwright serve"
+    plan = dataclasses.replace(made_plan(), engine=engine)
+
+    def commands(chip: mw.Chip, number: int = 0, **changes: Any) -> list[str]:
+        machine = Machine(chip, (8, 8) if chip.platform == "gpu" else (4, 4, 4))
+        on_chip = dataclasses.replace(plan, machine=machine, **changes)
+        return next_commands(on_chip, on_chip.ranked[number].choice)
+
+    own = dataclasses.replace(mw.CHIPS["v5p"], name="mine", like="v5p")
+    better = dataclasses.replace(mw.CHIPS["v5p"], memory_bytes=2**37)  # of the catalogue's name
+    unnamed = with_settings(plan.config, {"model": ""})
+    for chip in (own, better):
+        assert commands(chip)[0] == "meshwright prove --plan PLAN_JSON"
+        assert commands(chip, 2)[0] == "meshwright prove --plan PLAN_JSON --choice 3"
+        (alone,) = commands(chip, config=unnamed, model=preset("llama-3.1-8b"))
+        assert alone.startswith(run)
+    like_l40s = dataclasses.replace(mw.CHIPS["l40s"], name="mine", like="l40s")
+    for chip in (mw.CHIPS["mi300x"], mw.CHIPS["l40s"], like_l40s):
+        (alone,) = commands(chip)
+        assert alone.startswith(run)
+    for name in ("v5p", "h100", "a3-mega", "l4"):
+        prove, _ = commands(mw.CHIPS[name])
+        assert prove.startswith(f"meshwright prove llama-3.1-8b --on {name}:")
+    longer = with_settings(plan.config, {"seq": 262144})
+    if engine is None:
+        assert "PLAN_JSON --override rope.scaling=" in commands(own, config=longer)[0]
+
+
 def test_another_optimizer_and_dtype_are_in_the_commands() -> None:
     made = made_plan()
     changes = {"optimizer.name": "muon", "compute.param_dtype": "bfloat16"}
@@ -344,6 +377,33 @@ def test_another_optimizer_and_dtype_are_in_the_commands() -> None:
     _, train = next_commands(plan, plan.best.choice)
     config = train_settings(shlex.split(train)[2:])
     assert (config.optimizer.name, config.compute.param_dtype) == ("muon", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("--batch 8 --seq 256 --compute.dtype float32", {"--dtype": "float32"}),
+        # 96% of an H100, where an engine takes 90%
+        ("--batch 450 --seq 1024 --engine.weights plain", {"--engine.memory-fraction": "0.96"}),
+        (
+            "--requests 1 --prompt 1000 --output 200 --batch 219 --compute.dtype bfloat16",
+            {"--engine.memory-fraction": "0.96", "--dtype": "bfloat16"},
+        ),
+        ("--batch 8 --seq 256", {}),
+    ],
+)
+def test_what_a_plan_of_serving_needs_is_in_its_commands(
+    words: str, flags: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_command(["llama-3.1-8b", "--on", "h100:1", "--serve", *shlex.split(words)])
+    _, _, said = capsys.readouterr().out.partition("next\n")
+    *prove, serve = said.replace("\\\n", "").splitlines()
+    for flag in ("--dtype", "--engine.memory-fraction"):
+        given = shlex.split(serve)
+        value = given[given.index(flag) + 1] if flag in given else None
+        assert value == flags.get(flag)
+    for line in prove:
+        assert ("--dtype float32" in line) == (flags == {"--dtype": "float32"})
 
 
 @settings(deadline=None)

@@ -181,6 +181,10 @@ def test_a_gpu_is_known_by_its_own_figures() -> None:
     own = dataclasses.replace(mw.CHIPS["h200"], name="mine")
     with pytest.raises(mw.MeshwrightError, match="it can compile for"):
         gpu_description(mw.Machine(own, (1, 8)))
+    like = dataclasses.replace(own, like="h200", memory_bytes=2 * own.memory_bytes)
+    own_text = gpu_description(mw.Machine(like, (1, 8)))
+    assert "core_count: 132" in own_text
+    assert said[0] not in own_text
 
 
 def test_what_was_asked_is_kept_beside_the_answer(proof: Proof) -> None:

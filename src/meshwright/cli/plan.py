@@ -90,9 +90,10 @@ meshwright train --help lists the settings."""
 
 _OF_LOADS = ("--prompt", "--output", "--first-token", "--per-token", "--percentile")
 _EVERY_S = 4.0  # between two lines of what is done
+_OF_RUNS = ("--tokens", "--within", "--budget", "--failures", "--restart", "--checkpoint-write")
 _NOT_OF_LOADS = (
-    "--seq", "--rank-by", "--cost-per-hour", "--tokens", "--within", "--budget", "--like",
-    "--imbalance", "--batch-tokens", "--engine.max-adapters", "--engine.max-adapter-rank",
+    "--seq", "--rank-by", "--cost-per-hour", *_OF_RUNS, "--like", "--imbalance", "--batch-tokens",
+    "--engine.max-adapters", "--engine.max-adapter-rank",
 )  # fmt: skip
 LENGTH = 8192  # of sequences, where none is given
 _SIZES = {"batch": "--batch 256", "seq": "--seq 4096"}  # examples of what serving needs
@@ -131,9 +132,10 @@ def plan_command(arguments: Sequence[str]) -> None:
         _check_refused(refused)
         _serve_load(words, names, catalogue, requests, as_json=as_json, top=top)
         return
-    for flag in _OF_LOADS:
-        if flag in words:
-            raise MeshwrightError(f"{flag} is of a load: add --requests, as in --requests 20")
+    for flag in _given(words, _OF_LOADS):
+        raise MeshwrightError(f"{flag} is of a load: add --requests, as in --requests 20")
+    for flag in _given(words, _OF_RUNS) if "--serve" in words else ():
+        raise MeshwrightError(f"{flag} is of training, and serving is planned; leave it out")
     run, questions = _run(words)
     if len(names) > 1 or questions or names[0] == "any" or catalogue.chip(names[0]) is not None:
         if shown is not None:
@@ -142,6 +144,11 @@ def plan_command(arguments: Sequence[str]) -> None:
         comparison, points = _compare(words, names, catalogue, run, curves)
         _print_compared(comparison, points, as_json=as_json, html=html, top=top)
         return
+    of_all = {"--curve": curves, "--refused": refused, "--top": top, "--html": html}
+    for flag in (flag for flag, given in of_all.items() if shown is not None and given):
+        raise MeshwrightError(
+            f"{flag} is of all meshes, and --explain {shown} of one; leave one of the two out"
+        )
     ranking, limits = _ranking(words, Machine.parse(on, catalogue.own), catalogue, run)
     from meshwright.planner.report import (
         curve_data,
@@ -174,6 +181,12 @@ def plan_command(arguments: Sequence[str]) -> None:
             console.print("", *curve_lines(points, console.width), sep="\n")
 
 
+def _given(words: list[str], flags: Sequence[str]) -> list[str]:
+    """Those of the flags that are among the words."""
+    there = {word.partition("=")[0] for word in words}
+    return [flag for flag in flags if flag in there]
+
+
 def _check_refused(given: bool) -> None:
     if given:
         raise MeshwrightError(
@@ -201,6 +214,7 @@ def _read(words: list[str], flag: str, read: Callable[[str], float]) -> float | 
 
 def _run(words: list[str]) -> "tuple[Run | None, bool]":
     """The run that is asked about, and whether a machine is asked for that can do it."""
+    flags = _given(words, _OF_RUNS)
     tokens = _read(words, "--tokens", quantity)
     within, budget = _read(words, "--within", seconds), _read(words, "--budget", quantity)
     given = {
@@ -209,9 +223,8 @@ def _run(words: list[str]) -> "tuple[Run | None, bool]":
         "write": _read(words, "--checkpoint-write", quantity),
     }
     if tokens is None:
-        for flag, value in {"--within": within, "--budget": budget}.items():
-            if value is not None:
-                raise MeshwrightError(f"{flag} needs the tokens of the run: --tokens 1T")
+        for flag in flags:
+            raise MeshwrightError(f"{flag} needs the tokens of the run: --tokens 1T")
         return None, False
     from meshwright.planner import LongRun, Run  # which import jax
 
@@ -290,9 +303,8 @@ def _compare(
             "machines are compared for a run: give its tokens, as in --tokens 1T, or one machine "
             "with a size, as in --on h100:8"
         )
-    for flag in ("--serve", "--rank-by", "--cost-per-hour", "--imbalance"):
-        if flag in words:
-            raise MeshwrightError(f"{flag} is of one machine with a size, as in --on h100:8")
+    for flag in _given(words, ("--rank-by", "--cost-per-hour", "--imbalance")):
+        raise MeshwrightError(f"{flag} is of one machine with a size, as in --on h100:8")
     limits, stack = take(words, "--mesh"), take(words, "--like") or ""
     config, named = _config(words, run, "train")
     from meshwright.planner import compare, constraints_of, curve, machines_named, without_price
@@ -344,9 +356,8 @@ def _serve_load(
     waits = {name: _read(words, "--" + name.replace("_", "-"), how) for name, how in read.items()}
     weights, cache = take(words, "--engine.weights"), take(words, "--engine.cache")
     batch, mesh = take_integer(words, "--batch", 1), take(words, "--mesh")
-    for flag in _NOT_OF_LOADS:
-        if flag in words:
-            raise MeshwrightError(f"{flag} does not go with --requests; leave it out")
+    for flag in _given(words, _NOT_OF_LOADS):
+        raise MeshwrightError(f"{flag} does not go with --requests; leave it out")
     config, named = _config(words, None, "load")
     from meshwright.planner import (
         Load,

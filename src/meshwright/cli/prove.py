@@ -5,7 +5,7 @@ from collections.abc import Sequence
 HELP = """usage: meshwright prove MODEL --on MACHINE --mesh … [the settings of train]
        meshwright prove --plan FILE [--choice N]
        meshwright prove MODEL --on MACHINE --serve --mesh … --batch N --seq N
-                        [--engine.weights int8|fp8] [--engine.cache fp8]
+                        [--dtype float32] [--engine.weights int8|fp8] [--engine.cache fp8]
 
 Compile a training step with a machine's own compiler; the machine is not needed. The step is the
 one that `meshwright train` with these settings would run on MACHINE. Says whether it fits, the
@@ -15,8 +15,8 @@ content.
   --on MACHINE         v5p:4x4x8, v5p-256, h100:16x8, 2*v5e:16x16, cpu:8
   --plan FILE          what `meshwright plan --json` wrote; its best mesh, or choice N (from 1)
   --serve              the decode and the prefill step of `meshwright serve` instead: --batch
-                       sequences over all replicas, each of up to --seq tokens; --engine.weights
-                       int8 or fp8, --engine.cache fp8
+                       sequences over all replicas, each of up to --seq tokens; --dtype,
+                       --engine.weights and --engine.cache as in serve
   --rows N             collectives to show (default 12; 0: all)
   --no-cache           compile again
   --json               plain data

@@ -40,9 +40,13 @@ def prove_train(words: list[str]) -> None:
     if take_switch(words, "--serve") or (plan is not None and plan.engine is not None):
         from meshwright.cli.prove_serve import prove_serve
 
-        prove_serve(words if plan is None else [*_served(plan, plan_file or "", choice), *words])
+        if plan is None:
+            prove_serve(words)
+        else:
+            prove_serve([*_served(plan, plan_file or "", choice), *words], plan.machine)
         return
-    on, most = take(words, "--on"), take_integer(words, "--rows")
+    on: str | Machine | None = take(words, "--on")
+    most = take_integer(words, "--rows")
     fail_on = take(words, "--fail-on")
     as_json, again = take_switch(words, "--json"), take_switch(words, "--no-cache")
     if fail_on not in (None, "surprise", "rewrite", "memory"):
@@ -56,7 +60,7 @@ def prove_train(words: list[str]) -> None:
                 f"the plan {plan_file!r} names its model; leave out {words[0]!r}, or plan that one"
             )
         default = apply(plan.config, _chosen(plan, plan_file, choice))
-        model, on = plan.model, on or str(plan.machine)
+        model, on = plan.model, on or plan.machine
     elif choice is not None:
         raise MeshwrightError("--choice picks a mesh of a plan; give it too: --plan FILE")
     if on is None:
@@ -99,8 +103,9 @@ def _served(plan: Plan, file: str, choice: int | None) -> list[str]:
     if plan.engine is None:
         raise MeshwrightError(f"the plan {file!r} is of training; leave out --serve")
     chosen, config = _chosen(plan, file, choice), plan.config
-    words = [config.model, "--on", str(plan.machine), "--mesh", chosen.mesh]
+    words = [config.model, "--mesh", chosen.mesh]
     words += ["--batch", str(config.batch), "--seq", str(config.seq)]
+    words += ["--dtype", config.compute.dtype]
     for flag, value in {"--engine.weights": chosen.weights, "--engine.cache": chosen.cache}.items():
         words += [flag, value] if value else []
     return words

@@ -290,17 +290,14 @@ def _work(step: StepModel) -> float:
 
 
 def _relaxed(workload: Workload, mesh: Choice, limits: Constraints) -> Iterator[StepModel]:
-    """The steps on a mesh if memory were no limit: each takes no longer than what fits."""
-    remat = next(name for name in workload.remat if name != OFFLOAD)
-    fixed = limits.fixed
+    """The steps on a mesh if memory were no limit: each takes no longer than what fits.
+
+    Of one micro-batch, also where their number is given: `least_seconds` counts what more send.
+    """
+    least_remat = next(name for name in workload.remat if name != OFFLOAD)
+    remat = limits.fixed.get("remat", least_remat)
     for choice in variants(workload, mesh, limits):
-        yield StepModel(
-            workload,
-            choice.changed(
-                remat=fixed.get("remat", remat),
-                accumulation=fixed.get("accumulation", 1),
-            ),
-        )
+        yield StepModel(workload, choice.changed(remat=remat, accumulation=1))
 
 
 def _waits(step: StepModel) -> float:

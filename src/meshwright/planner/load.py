@@ -25,17 +25,19 @@ from meshwright.planner.planner import engine_setting
 from meshwright.planner.processes import in_processes
 from meshwright.planner.result import Estimate
 from meshwright.planner.schedules.engine_time import Costs
+from meshwright.planner.search import allowed_meshes
 from meshwright.planner.serving import search_serving
 from meshwright.planner.simulation import Limits, Request, Simulator, Waits
 from meshwright.planner.step import StepModel
-from meshwright.planner.workload import Workload
+from meshwright.planner.workload import Choice, Workload
 from meshwright.present import seconds_text
 from meshwright.serving import EngineConfig
-from meshwright.training import TrainConfig
+from meshwright.training import AUTO, TrainConfig
 
 BATCHES = (32, 128, 256)  # max_batch of an engine, where none is given
 SMALLER = (16, 8, 4, 2, 1)  # where the memory is too small for those
 MOST_CHIPS = 8  # of a replica
+_NAMED = 64  # up to which one is proposed
 _TRIED = 200  # requests of a simulation while a rate is looked for
 _SHOWN = 1000  # of the one whose times are shown
 _ROUNDS = 5  # of bisection: the rate is within 3% of the highest
@@ -117,6 +119,7 @@ class Deployments:
     found: tuple[Deployment, ...]
     refused: tuple[NoOffer, ...]
     unpriced: tuple[str, ...] = ()  # chips that `any` leaves out
+    dtype: str = AUTO  # of weights and cache, as `meshwright serve` takes it
 
     @property
     def best(self) -> Deployment:
@@ -154,12 +157,15 @@ def deployments(
 
     def answer(one: Machine | Chip) -> Deployment | NoOffer:
         sizes = [one] if isinstance(one, Machine) else list(machine_sizes(one, MOST_CHIPS))
+        name = str(one) if isinstance(one, Machine) else one.name
+        able = [machine for machine in sizes if _has_mesh(config, machine, limits)]
+        if not able:
+            return NoOffer(name, _no_mesh(config, sizes, limits))
         price = catalogue.prices.get(sizes[0].chip.name)
-        tried = [each for machine in sizes for each in _replicas(config, machine, limits, batches)]
+        tried = [each for machine in able for each in _replicas(config, machine, limits, batches)]
         best, why = _cheapest([each for each in tried if isinstance(each, _Replica)], load, price)
         if best is not None:
             return best
-        name = str(one) if isinstance(one, Machine) else one.name
         # the last machine is the largest, and its last batch the smallest that was tried
         return NoOffer(name, why or str(tried[-1]))
 
@@ -176,7 +182,8 @@ def deployments(
             f"no machine serves {load.rate:g} requests a second as asked: "
             + "; ".join(f"{one.name}: {one.why}" for one in refused)
         )
-    return Deployments(config.model, load, tuple(sorted(found, key=_order)), tuple(refused))
+    offers = tuple(sorted(found, key=_order))
+    return Deployments(config.model, load, offers, tuple(refused), dtype=config.compute.dtype)
 
 
 def _check_model(config: TrainConfig) -> None:
@@ -239,11 +246,34 @@ def _replica(config: TrainConfig, machine: Machine, limits: Constraints) -> "_Re
     weights = limits.fixed.get("weights")
     single = [one for one in ranked if one.choice.size("dp") == 1 and one.choice.weights == weights]
     if not single:
-        if not refused:
-            return "no mesh has dp=1, which a replica has"
-        nearest = min(refused, key=lambda one: one.memory.total if one.memory else math.inf)
+        whys = [one for one in refused if one.choice.size("dp") == 1]
+        nearest = min(whys, key=lambda one: one.memory.total if one.memory else math.inf)
         return f"no mesh fits: {nearest.why} with a batch of {config.batch}"
     return _Replica(workload, single[0])
+
+
+def _has_mesh(config: TrainConfig, machine: Machine, limits: Constraints) -> bool:
+    """Whether a mesh of one replica is within the limits."""
+    workload = Workload.of(config, machine, engine=EngineConfig())
+    return any(mesh.size("dp") == 1 for mesh in allowed_meshes(workload, limits))
+
+
+def _no_mesh(config: TrainConfig, sizes: Sequence[Machine], limits: Constraints) -> str:
+    """Why no mesh of one replica is within the limits, on none of these machines."""
+    for limit in limits.limits:
+        alone, axis = Constraints((limit,)), limit[0]
+        if axis == "dp" and not alone.allows(Choice.of()):
+            return f"a replica has dp=1, and how many are needed is planned; leave '{alone}' out"
+        if axis not in ("dp", "tp", "ep") and not alone.allows(Choice.of()):
+            return f"an engine splits a model over tp and ep alone; leave '{alone}' out"
+    chip, devices = sizes[-1].chip, sizes[-1].num_devices
+    why = f"replicas of at most {MOST_CHIPS} chips are tried, and none has '{limits}'"
+    if len(sizes) == 1:
+        why = f"a replica has dp=1, so that tp is {devices} here, or tp·ep, and not '{limits}'"
+    others = (one for one in machine_sizes(chip, _NAMED) if _has_mesh(config, one, limits))
+    other = next(others, None)
+    instead = "" if other is None else f", or give a machine that it fits: --on {other}"
+    return f"{why}; leave it out{instead}"
 
 
 def _cheapest(

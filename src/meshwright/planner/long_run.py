@@ -28,10 +28,10 @@ def batch_for(workload: Workload, tokens: float | None = None) -> int:
     """Sequences of a step for a run over so many tokens, a power of two.
 
     By the law of DeepSeek LLM (arXiv 2401.02954, 3.1): 0.2920 · C^0.3271 tokens, where C are the
-    run's FLOPs. Without tokens, 20 for each parameter.
+    run's FLOPs. Without tokens, 20 for each parameter, trained or not.
     """
     if tokens is None:
-        tokens = TOKENS_A_PARAMETER * workload.sizes.trained_parameters
+        tokens = TOKENS_A_PARAMETER * workload.sizes.parameters
     return sequences(0.2920 * (flops_per_token(workload) * tokens) ** 0.3271, workload.seq)
 
 
@@ -42,4 +42,4 @@ def flops_per_token(workload: Workload) -> float:
 
 def sequences(tokens: float, seq: int) -> int:
     """The power of two of sequences that is nearest to so many tokens; at least one."""
-    return 1 << max(0, round(math.log2(tokens / seq)))
+    return 1 << round(math.log2(max(1.0, tokens / seq)))

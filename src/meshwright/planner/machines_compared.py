@@ -96,6 +96,7 @@ class Comparison:
     like: str = ""  # the stack whose speed is planned; "": our own
     catalogue: str = ""  # the file of --catalogue
     unpriced: tuple[str, ...] = ()  # chips that `any` leaves out
+    limits: Constraints = dataclasses.field(default_factory=Constraints)  # of the meshes
 
     @property
     def best(self) -> Offer:
@@ -162,7 +163,9 @@ def compare(
         raise MeshwrightError(_impossible(ask, machines, refused))
     # those without a price last, by their time
     offers.sort(key=lambda one: (one.cost is None, ask.order(one) if one.cost else one.seconds))
-    return Comparison(config, run, tuple(offers), tuple(refused), like, ask.catalogue.file)
+    return Comparison(
+        config, run, tuple(offers), tuple(refused), like, ask.catalogue.file, limits=ask.limits
+    )
 
 
 def _answer(ask: "_Ask", machine: Machine | Chip) -> Offer | NoOffer:

@@ -87,6 +87,11 @@ def plan(
         raise MeshwrightError(
             f"{name}={value!r} is of serving, and training is planned; leave it out"
         )
+    if rank := slots.get("max_adapter_rank") if not slots.get("max_adapters") else None:
+        raise MeshwrightError(
+            f"max_adapter_rank={rank} is of slots for adapters, and none are planned; give their "
+            "number too, such as max_adapters=8"
+        )
     config, changed, engine = _config(model, kind, given)
     named = {*named, *changed}
     check_kind(config, kind, named)

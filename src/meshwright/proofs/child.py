@@ -38,10 +38,9 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     import jax
 
     from meshwright.errors import MeshwrightError
-    from meshwright.machines import Machine
     from meshwright.proofs.target import absent_devices
 
-    machine = Machine.parse(request["machine"])
+    machine = _machine(request["machine"])
     devices = absent_devices(machine)
     _stage("lowering")
     start = time.perf_counter()
@@ -92,6 +91,15 @@ def compiled(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         "devices": len(devices),
         "axes": {} if placed is None else dict(placed.shape),
     }
+
+
+def _machine(said: Any) -> Any:
+    """In text, or the figures of one whose chip is not the catalogue's."""
+    import msgspec
+
+    from meshwright.machines import Machine
+
+    return Machine.parse(said) if isinstance(said, str) else msgspec.convert(said, Machine)
 
 
 def _trained(request: dict[str, Any], machine: Any, devices: list[Any]) -> tuple[Any, Any, Any]:

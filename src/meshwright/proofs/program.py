@@ -247,7 +247,6 @@ def _compiled(
         ) from None
     mesh = mesh_text(traced.mesh) if traced.mesh else ""
     request: dict[str, Any] = {
-        "machine": str(machine),
         "program": hashlib.sha256(exported.mlir_module_serialized).hexdigest(),
         "mesh": mesh,
         "axis_types": traced.axis_types,

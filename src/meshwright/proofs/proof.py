@@ -21,7 +21,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError, explained
 from meshwright.interrupt import before_end
 from meshwright.launch import cache_folder
-from meshwright.machines import Machine, check_slice
+from meshwright.machines import CHIPS, Machine, check_slice
 from meshwright.ops import switched_on
 from meshwright.present import Column, Row, bytes_text, table_html, text_html
 from meshwright.proofs.cache import request_key
@@ -111,7 +111,6 @@ def prove(
     for name in _WITHOUT_EFFECT:
         settings.pop(name, None)
     request: dict[str, Any] = {
-        "machine": str(machine),
         "config": settings,
         "model": model_to_dict(model),
     }
@@ -136,7 +135,6 @@ def prove_serving(
     check_slice(machine.chip, machine.shape, machine.slices, str(machine))
     check_extra(machine)
     request = {
-        "machine": str(machine),
         "serve": dataclasses.asdict(step),
         "model": model_to_dict(model),
     }
@@ -155,6 +153,8 @@ def proved(
     files: Mapping[str, bytes] | None = None,
 ) -> Proof:
     """What the compiler made of a request, or what is kept of it; `files` go beside the request."""
+    is_known = CHIPS.get(machine.chip.name) == machine.chip  # else its figures go with it
+    request["machine"] = str(machine) if is_known else dataclasses.asdict(machine)
     if machine.chip.platform == "gpu":
         request["own_kernels"] = switched_on()
     compiler = compiler_versions(machine)

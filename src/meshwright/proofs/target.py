@@ -3,11 +3,10 @@
 import importlib.util
 import os
 import platform
-from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError, not_installed
-from meshwright.machines import Machine
+from meshwright.machines import COMPILED_GPUS, Machine, is_compiled_for
 
 # what libtpu calls the chips, and how to have one device a chip where two would be the default
 _TPU_NAMES = {"7x": "tpu7x"}
@@ -20,18 +19,6 @@ _TPU_ABSENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
-}
-
-# what the GPU compiler asks about a chip beyond the catalogue: compute capability, multiprocessors,
-# clock (GHz), L2 (MiB), shared memory of a multiprocessor and of a block that asks for it (KiB).
-# NVIDIA's architecture white papers and the CUDA programming guide's table of compute capabilities.
-_GPUS: Mapping[str, tuple[tuple[int, int], int, float, int, int, int]] = {
-    "a100-40": ((8, 0), 108, 1.41, 40, 164, 163),
-    "a100-80": ((8, 0), 108, 1.41, 40, 164, 163),
-    **dict.fromkeys(("h100", "a3-high", "a3-mega", "h100-500w"), ((9, 0), 132, 1.98, 50, 228, 227)),
-    "h200": ((9, 0), 132, 1.98, 60, 228, 227),
-    "b200": ((10, 0), 148, 1.965, 126, 228, 227),
-    "l4": ((8, 9), 58, 2.04, 48, 100, 99),
 }
 
 # XLA makes its schedule fit into this much of the memory of a GPU that is not here; of one that is
@@ -116,7 +103,7 @@ def absent_devices(machine: Machine) -> list[Any]:
         simulate_devices(machine.num_devices)
         return jax.devices("cpu")[: machine.num_devices]
     if machine.is_tpu:
-        name = machine.chip.name
+        name = machine.chip.kind
         shape = "x".join(map(str, machine.shape))
         options: dict[str, Any] = {"wrap": list(machine.wraps)}
         if name in _TPU_CONFIGS:
@@ -140,12 +127,12 @@ def absent_devices(machine: Machine) -> list[Any]:
 def gpu_description(machine: Machine) -> str:
     """The text by which XLA knows a GPU that is not here."""
     chip = machine.chip
-    if chip.name not in _GPUS:
+    if not is_compiled_for(chip):
         raise MeshwrightError(
             f"the GPU compiler needs more about {chip.name!r} than the catalogue has; it can "
-            f"compile for {', '.join(_GPUS)}"
+            f"compile for {', '.join(COMPILED_GPUS)}"
         )
-    (major, minor), cores, clock, l2, shared, shared_optin = _GPUS[chip.name]
+    (major, minor), cores, clock, l2, shared, shared_optin = COMPILED_GPUS[chip.kind]
     kib = 1024
     return f"""
 gpu_device_info {{

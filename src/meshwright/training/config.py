@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -313,8 +313,10 @@ def with_settings(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfi
     return dataclasses.replace(config, **top)
 
 
-def settings_flags(config: TrainConfig) -> list[str]:
+def settings_flags(config: TrainConfig, named: Collection[str] = ()) -> list[str]:
     """The settings that are not the defaults, as the command line takes them after the model.
+
+    Those that are `named`, by their dotted names, in any case.
 
     >>> settings_flags(TrainConfig("tiny", batch=8, compute=ComputeConfig(layers="unroll")))
     ['--batch', '8', '--compute.layers', 'unroll']
@@ -323,7 +325,7 @@ def settings_flags(config: TrainConfig) -> list[str]:
     usual = flat_settings(TrainConfig(config.model))
     for name, value in flat_settings(config).items():
         group, dot, last = name.replace("_", "-").rpartition(".")
-        if value == usual[name]:
+        if value == usual[name] and name not in named:
             continue
         if isinstance(value, bool):
             words.append(f"--{group}{dot}{'' if value else 'no-'}{last}")

@@ -2,12 +2,15 @@
 
 import math
 import shlex
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.machines import Machine
+from meshwright.planner.goodput import LongRun
 from meshwright.planner.machines_compared import Comparison, Offer
 from meshwright.planner.report.phrases import derivation, folded, short_mesh, unpriced_note
+from meshwright.planner.workload import CHOSEN
 from meshwright.present import (
     Column,
     Row,
@@ -20,7 +23,7 @@ from meshwright.present import (
     percent,
     render,
 )
-from meshwright.training import settings_flags
+from meshwright.training import TrainConfig, settings_flags, with_settings
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -179,16 +182,40 @@ def curve_lines(points: Curve, width: int) -> "list[RenderableType]":
 
 
 def _command(found: Comparison, best: Offer) -> str:
-    """The plan of the first machine."""
-    model = found.config.model or "MODEL"
-    words = ["meshwright", "plan", model, "--on", str(best.machine)]
-    words += [*settings_flags(found.config), "--rank-by", "fastest"]
+    """The plan of the first machine: of the same meshes, with the same time and cost."""
+    limits, run = found.limits, found.run
+    kept = {CHOSEN[field]: value for field, value in limits.fixed.items() if field in CHOSEN}
+    usual = TrainConfig(found.config.model)
+    meshes = {"mesh": usual.mesh, "num_partitions": None, "submesh": None}  # limits have them
+    config = with_settings(found.config, kept | meshes)
+    words = ["meshwright", "plan", config.model or "MODEL", "--on", str(best.machine)]
+    words += settings_flags(config, {"batch", "seq", *kept})
+    words += ["--mesh", str(limits)] if limits.limits else []
+    words += ["--rank-by", "fastest"]
     words += ["--like", found.like] if found.like else []
     words += ["--catalogue", found.catalogue] if found.catalogue else []
-    size, letter = next(
-        ((s, x) for s, x in ((1e12, "T"), (1e9, "B")) if found.run.tokens >= s), (1, "")
-    )
-    return shlex.join([*words, "--tokens", f"{found.run.tokens / size:g}{letter}"])
+    return shlex.join([*words, "--tokens", _quantity(run.tokens), *_stops(run.long_run)])
+
+
+def _stops(long_run: LongRun) -> list[str]:
+    """What stops a run, where it is not the default, as the command line takes it."""
+    usual, words = LongRun(), []
+    if long_run.failures != usual.failures:
+        words += ["--failures", f"{Decimal(repr(long_run.failures)):f}"]
+    if long_run.restart != usual.restart:
+        words += ["--restart", f"{Decimal(repr(long_run.restart)):f}s"]
+    if long_run.write != usual.write:
+        words += ["--checkpoint-write", _quantity(long_run.write)]
+    return words
+
+
+def _quantity(number: float) -> str:
+    """An amount as the command line takes it, to the last digit: `1.5T`."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        text = f"{number / size:g}"
+        if number >= size and float(text) * size == number:
+            return text + letter
+    return f"{Decimal(repr(number)):f}"
 
 
 def comparison_data(found: Comparison, points: Curve | None = None) -> dict[str, Any]:

@@ -1,10 +1,15 @@
 """Deployments for a load, in the terminal and as data."""
 
-import shlex
 from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.load import Deployment, Deployments, Load
-from meshwright.planner.report.phrases import derivation, folded, short_mesh, unpriced_note
+from meshwright.planner.report.phrases import (
+    derivation,
+    folded,
+    serve_command,
+    short_mesh,
+    unpriced_note,
+)
 from meshwright.present import (
     Column,
     Row,
@@ -14,6 +19,7 @@ from meshwright.present import (
     paragraph,
     seconds_text,
 )
+from meshwright.serving import EngineConfig
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -24,7 +30,7 @@ def load_report(found: Deployments, width: int = 120, *, top: int | None = None)
     from rich.console import Group
     from rich.text import Text
 
-    load, best = found.load, found.best
+    load = found.load
     title = Text()
     title.append(found.model or "a model", style="bold")
     title.append(f": {load.rate:g} requests/s, prompts of {load.prompt:,} tokens, answers of ")
@@ -55,7 +61,7 @@ def load_report(found: Deployments, width: int = 120, *, top: int | None = None)
     if notes := unpriced_note([*names, *found.unpriced]):
         parts += [Text(""), *(paragraph(note, width, 0, hanging=2) for note in notes)]
     parts += [Text(""), paragraph(_why(found), width, 0, hanging=2), Text("")]
-    parts += [Text("next", style="bold"), Text(folded(_command(best, load), width), no_wrap=True)]
+    parts += [Text("next", style="bold"), Text(folded(_command(found), width), no_wrap=True)]
     return Group(*parts)
 
 
@@ -91,15 +97,10 @@ def _why(found: Deployments) -> str:
     return derivation(steps, *cost, best.price, best.estimate.reason)
 
 
-def _command(best: Deployment, load: Load) -> str:
-    mesh = ",".join(f"{axis}={size}" for axis, size in best.estimate.choice.sizes.items())
-    words = ["meshwright", "serve", "MODEL_FOLDER", "--mesh", mesh]
-    words += ["--engine.max-batch", str(best.max_batch), "--engine.max-length", str(load.longest)]
-    if best.estimate.choice.weights:
-        words += ["--engine.weights", best.estimate.choice.weights]
-    if best.estimate.choice.cache:
-        words += ["--engine.cache", best.estimate.choice.cache]
-    return shlex.join(words)
+def _command(found: Deployments) -> str:
+    best = found.best
+    engine = EngineConfig(max_batch=best.max_batch, max_length=found.load.longest)
+    return serve_command(best.estimate, engine, found.dtype)
 
 
 def load_data(found: Deployments) -> dict[str, Any]:

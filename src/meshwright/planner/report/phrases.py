@@ -1,16 +1,19 @@
 """Numbers, choices and refusals of a plan in words, as every report writes them."""
 
+import dataclasses
+import math
 import re
 import shlex
 from collections.abc import Iterable, Sequence
 
-from meshwright.machines import Price
+from meshwright.machines import CHIPS, Price, is_compiled_for
 from meshwright.models import family_of
-from meshwright.planner.result import Plan, Refusal
+from meshwright.planner.result import Estimate, Plan, Refusal
 from meshwright.planner.search import UNCERTAINTY
 from meshwright.planner.workload import Choice, apply
 from meshwright.present import count, percent
-from meshwright.training import TrainConfig, settings_flags, with_settings
+from meshwright.serving import EngineConfig
+from meshwright.training import AUTO, TrainConfig, settings_flags, with_settings
 
 
 def meshes(number: int) -> str:
@@ -65,23 +68,45 @@ def settings(choice: Choice, kind: str) -> str:
 
 
 def next_commands(plan: Plan, choice: Choice) -> list[str]:
-    """What to type next: have the compiler prove it, then run it."""
+    """What to type next: have the compiler prove it, where there is one for the chip; run it."""
     workload = plan.workload
     if workload.kind == "serve":
         return _to_serve(plan, choice)
-    config = apply(plan.config, choice)
+    config, longer = apply(plan.config, choice), []
     if workload.seq > workload.model.max_seq:  # Plan.warnings says so
         changes = family_of(workload.model).longer(workload.model, workload.seq)
         config = with_settings(config, {"override": (*config.override, *changes)})
+        longer = ["--override", *config.override]
     model = workload.config.model or "MODEL"
     if not workload.schedule.is_proved:
         return [_in_torch(plan, model, config)]
     flags = settings_flags(config)
-    prove = ["meshwright", "prove", model, "--on", str(plan.machine), *flags]
     train = ["meshwright", "train", model, *flags]
     if config.lora.rank and config.init_from is None:  # which an adapter needs
         train += ["--init-from", "MODEL_FOLDER"]
-    return [shlex.join(prove), shlex.join(train)]
+    return [*_to_prove(plan, choice, flags, longer), shlex.join(train)]
+
+
+def _to_prove(
+    plan: Plan, choice: Choice, flags: Sequence[str], changes: Sequence[str] = ()
+) -> list[str]:
+    """Has a choice proved: by its flags or, where its chip is a user's own, by the plan's file.
+
+    `changes` are flags that a plan's file lacks. [] where nothing proves it.
+    """
+    chip, model = plan.machine.chip, plan.config.model
+    if not is_compiled_for(chip):
+        return []
+    if CHIPS.get(chip.name) == chip:
+        prove = ["meshwright", "prove", model or "MODEL", "--on", str(plan.machine), *flags]
+    elif model:
+        number = _number(plan, choice)
+        prove = ["meshwright", "prove", "--plan", "PLAN_JSON"]
+        prove += ["--choice", str(number + 1)] if number else []
+        prove += changes
+    else:
+        return []
+    return [shlex.join(prove)]
 
 
 def _in_torch(plan: Plan, model: str, config: TrainConfig) -> str:
@@ -98,31 +123,42 @@ def _in_torch(plan: Plan, model: str, config: TrainConfig) -> str:
 
 
 def _to_serve(plan: Plan, choice: Choice) -> list[str]:
-    workload, mesh = plan.workload, ["--mesh", choice.mesh]
-    prove = [
-        "meshwright",
-        "prove",
-        workload.config.model or "MODEL",
-        "--on",
-        str(plan.machine),
-        "--serve",
-    ]
-    prove += [*mesh, "--batch", str(workload.batch), "--seq", str(workload.seq)]
-    of_replica = str(-(-workload.batch // choice.size("dp")))
-    serve = ["meshwright", "serve", "MODEL_FOLDER", *mesh, "--engine.max-batch", of_replica]
-    serve += ["--engine.max-length", str(workload.seq)]
-    if choice.weights:
-        prove += ["--engine.weights", choice.weights]
-        serve += ["--engine.weights", choice.weights]
-    if choice.cache:
-        prove += ["--engine.cache", choice.cache]
-        serve += ["--engine.cache", choice.cache]
-    if workload.engine is not None and workload.engine.max_adapters:
-        slots, rank = workload.engine.max_adapters, workload.engine.adapter_rank
-        serve += ["--engine.max-adapters", str(slots), "--engine.max-adapter-rank", str(rank)]
+    workload, engine, dtype = plan.workload, plan.workload.engine, plan.config.compute.dtype
+    assert engine is not None
+    of_replica = -(-workload.batch // choice.size("dp"))
+    engine = dataclasses.replace(engine, max_batch=of_replica, max_length=workload.seq)
+    serve = serve_command(plan.ranked[_number(plan, choice)], engine, dtype)
     if len(workload.sizes.sequences) > 1:  # prove --serve compiles the steps of decoders
-        return [shlex.join(serve)]
-    return [shlex.join(prove), shlex.join(serve)]
+        return [serve]
+    prove = ["--serve", "--mesh", choice.mesh]
+    prove += ["--batch", str(workload.batch), "--seq", str(workload.seq)]
+    return [*_to_prove(plan, choice, prove + _kept_in(choice, dtype)), serve]
+
+
+def serve_command(one: Estimate, engine: EngineConfig, dtype: str) -> str:
+    """Serves as planned, by engines with these settings."""
+    words = ["meshwright", "serve", "MODEL_FOLDER", "--mesh", one.choice.mesh]
+    words += ["--engine.max-batch", str(engine.max_batch)]
+    words += ["--engine.max-length", str(engine.max_length), *_kept_in(one.choice, dtype)]
+    need, usual = one.memory, engine.memory_fraction
+    if need.total > usual * need.limit:
+        words += ["--engine.memory-fraction", f"{math.ceil(100 * need.total / need.limit) / 100:g}"]
+    if engine.max_adapters:
+        words += ["--engine.max-adapters", str(engine.max_adapters)]
+        words += ["--engine.max-adapter-rank", str(engine.adapter_rank)]
+    return shlex.join(words)
+
+
+def _kept_in(choice: Choice, dtype: str) -> list[str]:
+    """What weights and the cache are kept in, where it is not the default."""
+    flags = {"--engine.weights": choice.weights, "--engine.cache": choice.cache}
+    words = [] if dtype == AUTO else ["--dtype", dtype]
+    return words + [word for flag, kept in flags.items() if kept for word in (flag, kept)]
+
+
+def _number(plan: Plan, choice: Choice) -> int:
+    """Of a plan's choices, from 0."""
+    return [one.choice.key for one in plan.ranked].index(choice.key)
 
 
 def folded(command: str, width: int) -> str:
