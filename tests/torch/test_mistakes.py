@@ -148,7 +148,7 @@ def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[
     (tmp_path / "pytorch_model.bin").touch()
     words = [str(tmp_path), "--init-from", str(tmp_path), "--processes", "2", "--mesh", "dp=2"]
     found = told(capsys, *words, "--run", str(tmp_path / "run"))
-    assert "give a folder that save_pretrained wrote (pickled .bin files are not read)" in found
+    assert "pytorch_model.bin: pickled weights are not read, save the model as safetensors" in found
 
 
 def test_a_run_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
