@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.models.divisibility import indivisible, indivisible_blocks, what_fits
     from meshwright.models.family import HuggingFace, ModelFamily, Serving
     from meshwright.models.huggingface import (
+        QUANTIZED,
         SOURCE,
         SPECIAL_TOKENS,
         hf_tensors,
@@ -89,10 +90,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADAPTER", "ADAPTER_WEIGHTS", "BY_TRANSFORMERS", "DROPOUT", "FAMILIES", "OFFLOAD", "PRESETS",
-    "QUANTIZED_BASES", "SOURCE", "SPECIAL_TOKENS", "TENSOR_DTYPES", "TENSOR_FILE", "TENSOR_INDEX",
-    "ActivationLayouts", "AdapterSlots", "Attention", "Block", "Compute", "DecoderConfig",
-    "Experts", "ExtraLoss", "HuggingFace", "LmHead", "LoraConfig", "LossConfig", "LossSums",
-    "MappedFiles", "Metric", "ModelFamily", "Serving", "Stack", "StoredTensor",
+    "QUANTIZED", "QUANTIZED_BASES", "SOURCE", "SPECIAL_TOKENS", "TENSOR_DTYPES", "TENSOR_FILE",
+    "TENSOR_INDEX", "ActivationLayouts", "AdapterSlots", "Attention", "Block", "Compute",
+    "DecoderConfig", "Experts", "ExtraLoss", "HuggingFace", "LmHead", "LoraConfig", "LossConfig",
+    "LossSums", "MappedFiles", "Metric", "ModelFamily", "Serving", "Stack", "StoredTensor",
     "TransformersConfig", "abstract_arrays", "activation_layouts", "adapted_names", "adapter_files",
     "choose_exchange", "decoder_rules", "default_dtype", "describe_padding", "encodes_prompts",
     "experts_of", "family_of", "for_tokens", "from_hf_config", "hf_names", "hf_tensors",

@@ -20,13 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import MeshwrightError
-from meshwright.models import read_folder
+from meshwright.models import QUANTIZED, read_folder
 from meshwright.torch.lora import is_factor
 from meshwright.torch.parallelize import parallelized, tie
 from meshwright.torch.placement import tied
 
 logger = logging.getLogger("meshwright")
 
+_WHOLE = ("BF16", "F16", "F32", "F64")  # numbers that need no scale beside them
 _DERIVED = ("rotary_emb.inv_freq",)  # in older files; follows from the config
 
 
@@ -64,6 +65,12 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
                 raise MeshwrightError(
                     f"tensor {sources[name]!r} in {files[sources[name]]} has shape {shape}, the "
                     f"model's has {placed.shape}; is it a folder of this model?"
+                )
+            kind = stored.get_dtype()
+            if param.is_floating_point() and param.element_size() > 1 and kind not in _WHOLE:
+                raise MeshwrightError(
+                    f"tensor {sources[name]!r} in {files[sources[name]]} is {kind}, the model's is "
+                    f"{param.dtype}: {QUANTIZED}"
                 )
             _local(param).copy_(stored[own.slices(name)])
         buffers = dict(model.named_buffers())

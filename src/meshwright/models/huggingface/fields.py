@@ -15,6 +15,8 @@ from meshwright.files import not_a_model
 from meshwright.hub import CONFIG, local_folder
 
 SPECIAL_TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
+# what to do about quantization_config, and about such weights
+QUANTIZED = "the weights are quantized: take the bfloat16 or float16 model"
 SOURCE = "_name_or_path"  # the folder a config.json was read from; not written again
 
 # what a training run of ours, a tokenizer or a sampler decides, or what only says how to compute
