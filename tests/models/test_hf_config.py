@@ -239,6 +239,37 @@ def test_rotary_embedding_is_read_in_both_styles() -> None:
     assert outside == YarnScaling(4.0, 32)
 
 
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+PLAIN = {"rope_type": "default"}
+TWO_ROPES = {
+    "sliding_attention": PLAIN | {"rope_theta": 50.0}, "full_attention": PLAIN | {"rope_theta": 3e5},
+}  # fmt: skip
+OPEN_ROPES = {"sliding_attention": PLAIN, "full_attention": PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (GEMMA3, {}),
+        (GEMMA3, {"rope_scaling": LINEAR, "rope_theta": 3e5, "rope_local_base_freq": 7.0}),
+        (GEMMA3, {"rope_parameters": TWO_ROPES, "rope_scaling": LINEAR}),
+        (GEMMA3, {"rope_parameters": TWO_ROPES, "rope_theta": 9.0, "rope_local_base_freq": 7.0}),
+        (GEMMA3, {"rope_parameters": OPEN_ROPES, "rope_theta": 3e5, "rope_local_base_freq": 7.0}),
+        (GEMMA3, {"rope_parameters": OPEN_ROPES, "rope_scaling": LINEAR | {"rope_theta": 5e5}}),
+    ],
+)
+def test_rotary_embedding_is_read_as_transformers_reads_it(
+    kind: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="the outside reader")
+    own = {**SIZES, "num_hidden_layers": 6, **kind, **fields}
+    # by JSON: it changes the objects it is given
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(own))).to_dict()
+    assert "rope_scaling" not in theirs
+    assert from_hf_config(own) == from_hf_config(theirs)
+
+
 def test_biases_are_those_of_the_family() -> None:
     def biases(config: DecoderConfig) -> tuple[bool, bool, bool]:
         return config.qkv_bias, config.output_bias, config.qk_norm
@@ -299,6 +330,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e5}}}, "full_attention="),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
     ({"original_max_position_embeddings": 64}, "means nothing with rope_type 'default'"),
+    (GEMMA3 | {"rope_parameters": TWO_ROPES, "rope_scaling": 2.0}, r"rope_scaling=2\.0 must be an object"),
     ({"rope_scaling": 2.0}, r"rope_scaling=2\.0 must be an object"),
     ({"sliding_window": 16}, "sliding_window=16 is not honoured: LlamaForCausalLM has none"),
     ({"layer_types": SLIDING}, "disagree"),
