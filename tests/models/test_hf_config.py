@@ -210,6 +210,31 @@ QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda one: one.model_type)
+def test_every_field_that_is_left_out_is_what_transformers_takes(architecture: Any) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="the outside reader")
+    kind = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    usual = transformers.AutoConfig.for_model(architecture.model_type).to_dict()
+    required = {one.name for one in architecture.fields.values() if one.default is None}
+    said = {name: usual[name] for name in required | {"num_key_value_heads"} if name in usual}
+    theirs = transformers.AutoConfig.for_model(**kind, **said).to_dict()
+    assert from_hf_config(kind | said) == from_hf_config(theirs)
+
+
+def test_what_gptj_cannot_rotate_is_refused() -> None:
+    small = {
+        "architectures": ["GPTJForCausalLM"], "vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    }  # fmt: skip
+    assert from_hf_config(small | {"rotary_dim": 8}).rope.dims is None
+    for said, message in (
+        ({}, r"rotary_dim=64, as .* does not say it, is more than the 8 dims of a head"),
+        ({"rotary_dim": 10}, r"rotary_dim=10 is more than the 8 dims of a head; 8 rotates"),
+        ({"rotary_dim": None}, "rotary_dim is missing; it must be a whole number"),
+    ):
+        with pytest.raises(MeshwrightError, match=message):
+            from_hf_config(small | said)
+
+
 def test_what_is_left_out_is_what_transformers_takes() -> None:
     config = read()
     assert (config.head_dim, config.max_seq, config.norm_eps) == (8, 2048, 1e-6)

@@ -12,7 +12,7 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.huggingface import flag, number, short, whole
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
-_DEFAULT_THETA = 10000.0
+DEFAULT_THETA = 10000.0
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _OF_TYPE = {
     "default": (),
@@ -41,7 +41,7 @@ def rope_from_hf(
     max_seq: int,
     head_dim: int,
     where: str,
-    theta: float = _DEFAULT_THETA,
+    theta: float = DEFAULT_THETA,
 ) -> Rope:
     """The Rope that the fields of a config.json describe."""
     settings, name = _settings(fields, where), "partial_rotary_factor"
