@@ -83,6 +83,23 @@ def test_logits_are_those_of_transformers(name: str, folders: Any) -> None:
     np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=1e-4)
 
 
+def test_caps_of_scores_that_transformers_does_not_apply_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    kind, fields = MODELS["gemma3"]
+    found = []
+    for one, cap in (("none", None), ("capped", 1.0)):
+        monkeypatch.setitem(MODELS, "gemma3", (kind, fields | {"attn_logit_softcapping": cap}))
+        model = save("gemma3", tmp_path / one)
+        found.append(model(torch.as_tensor(TOKENS, dtype=torch.int64)).logits.detach().numpy())
+    np.testing.assert_array_equal(*found)
+    assert from_hf_config(tmp_path / "none").score_softcap is None
+    with pytest.raises(mw.MeshwrightError, match=r"attn_logit_softcapping=1\.0 is not honoured"):
+        from_hf_config(tmp_path / "capped")
+
+
 @quick_for(*WITH_GRADIENTS)
 def test_logits_and_gradients_are_those_of_transformers(
     name: str, folders: Any, tmp_path: Path

@@ -12,7 +12,7 @@ from meshwright.models.decoder.architectures.gemma2 import (
     GEMMA_UNUSED,
     SCALES,
     alternating,
-    softcaps,
+    softcap,
 )
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.hf_parts import OPTIONAL_BIAS, activation, heads
@@ -67,7 +67,7 @@ GEMMA3 = Architecture(
         OPTIONAL_BIAS,
         activation("hidden_activation", "gelu_pytorch_tanh"),
         SCALES,
-        softcaps(None, None),
+        softcap("logit_softcap", "final_logit_softcapping", None),
         alternating(6),
         Part(
             frozenset({"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"}),
@@ -77,6 +77,7 @@ GEMMA3 = Architecture(
     ),
     fixed=GEMMA_FIXED | {"qk_norm": True},
     written={"attention_dropout": 0.0, "pad_token_id": None},
-    only=GEMMA_ONLY,
+    # transformers caps no scores, whatever this field says
+    only=GEMMA_ONLY | {"attn_logit_softcapping": (None,)},
     unused=GEMMA_UNUSED,
 )
