@@ -20,10 +20,12 @@ from meshwright.models import (
     Compute,
     LossConfig,
     abstract_arrays,
+    family_of,
     from_hf_config,
     load_hf,
     model_from_dict,
     model_to_dict,
+    override,
     save_hf,
 )
 from meshwright.models.decoder import decoder_rules, logits
@@ -208,6 +210,38 @@ def check_greedy(name: str, folders: Any, mesh: str) -> None:
             pad_token_id=0,
         )  # fmt: skip
         assert list(done.tokens) == right[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["phi3", "gptj", "deepseek_v3", "gpt_neox"])
+def test_longer_positions_that_are_advised_can_be_exported(
+    name: str, folders: Any, tmp_path: Path
+) -> None:
+    import transformers
+
+    config = from_hf_config(folders(name)[0])
+    seq, accepted = 4 * config.max_seq, {}
+    changes = [(f"rope.scaling={one}", "rope.factor=4") for one in ("linear", "yarn", "llama3")]
+    for change in (*changes, ("rope.theta=5e7",)):
+        try:
+            accepted[change] = override(config, change, seq)
+        except mw.MeshwrightError as refused:
+            said = f"override {' '.join(change)}: the config.json of "
+            assert str(refused).startswith(f"{said}{config.hf_config['architectures'][0]} cannot")
+    advised = family_of(config).longer(config, seq)
+    none, theta, scaled = (), [("rope.theta=5e7",)], [changes[1], ("rope.theta=5e7",)]
+    assert (advised, [*accepted]) == {
+        "phi3": (none, theta),
+        "gptj": (none, []),
+        "deepseek_v3": (changes[1], scaled),
+        "gpt_neox": (changes[0], [*changes, ("rope.theta=5e7",)]),
+    }[name]
+    for i, longer in enumerate(accepted.values()):
+        save_hf(tmp_path / str(i), load_hf(folders(name)[0], longer), longer)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(i))
+        assert theirs.config.architectures == config.hf_config["architectures"]
+    if name == "gptj":
+        with pytest.raises(mw.MeshwrightError, match="give sequences of at most 64 tokens"):
+            override(config, changes[0], seq)
 
 
 def losses(name: str, folders: Any, mesh: str, **settings: Any) -> np.ndarray:

@@ -264,6 +264,7 @@ def test_rotary_embedding_is_read_in_both_styles() -> None:
     assert outside == YarnScaling(4.0, 32)
 
 
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 PLAIN = {"rope_type": "default"}
@@ -346,6 +347,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": 0.5}, r"rope_theta=0\.5 must be above 1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported; only default, linear, llama3, yarn are"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+    (PHI3 | {"rope_scaling": LINEAR}, "rope_type 'linear' is not supported; only default is"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast=3 is not a setting of rope_type 'linear'"),
     ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "said twice"),
     ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": "no"}}, "truncate='no'"),

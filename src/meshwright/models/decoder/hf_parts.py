@@ -25,17 +25,18 @@ def rotary(
     theta: float = DEFAULT_THETA,
     share: float = 1.0,
     names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
-    says_original: bool = False,
+    scaled: bool = True,
 ) -> Part:
     """Rotary embedding, of a part of each head where the architecture has that.
 
     `theta` and `share`, which is that part, are those where a file does not say them, and `names`
     how older files call them.
-    `says_original`: original_max_position_embeddings is there also where nothing is scaled.
+    `scaled`: whether there is a rope_type that scales positions; where none is, what
+    original_max_position_embeddings says does not matter.
     """
 
     def read(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
-        if says_original and not fields.get("rope_scaling"):
+        if not scaled:
             fields = {**fields, "original_max_position_embeddings": None}
         settings = fields.get("rope_parameters") or {}
         renamed = {
@@ -45,7 +46,7 @@ def rotary(
         if renamed["partial_rotary_factor"] is None and not settings.get("partial_rotary_factor"):
             renamed["partial_rotary_factor"] = share
         sizes = ours["max_seq"], ours["head_dim"]
-        rope = rope_from_hf({**fields, **renamed}, *sizes, where, theta)
+        rope = rope_from_hf({**fields, **renamed}, *sizes, where, theta, scaled)
         if rope.dims is not None and not partial:
             raise MeshwrightError(
                 f"{where}: partial_rotary_factor={rope.dims / ours['head_dim']:g} is not honoured: "

@@ -42,13 +42,16 @@ def rope_from_hf(
     head_dim: int,
     where: str,
     theta: float = DEFAULT_THETA,
+    scaled: bool = True,
 ) -> Rope:
-    """The Rope that the fields of a config.json describe."""
+    """The Rope that the fields of a config.json describe; `scaled`: whether it may be."""
     settings, name = _settings(fields, where), "partial_rotary_factor"
     kind = _one_value(settings, "rope_type", settings, "type", where) or "default"
-    if not isinstance(kind, str) or kind not in _OF_TYPE:
+    kinds = [*_OF_TYPE] if scaled else ["default"]
+    if not isinstance(kind, str) or kind not in kinds:
         raise MeshwrightError(
-            f"{where}: rope_type {short(kind)} is not supported; only {', '.join(_OF_TYPE)} are"
+            f"{where}: rope_type {short(kind)} is not supported; only {', '.join(kinds)} "
+            f"{'are' if scaled else 'is, of this architecture'}"
         )
     for key, value in settings.items():
         if key not in _COMMON + _OF_TYPE[kind] and value is not None:
