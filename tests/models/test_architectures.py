@@ -20,10 +20,12 @@ from meshwright.models import (
     Compute,
     LossConfig,
     abstract_arrays,
+    family_of,
     from_hf_config,
     load_hf,
     model_from_dict,
     model_to_dict,
+    override,
     save_hf,
 )
 from meshwright.models.decoder import decoder_rules, logits
@@ -81,6 +83,23 @@ def test_logits_are_those_of_transformers(name: str, folders: Any) -> None:
         )
     assert np.abs(expected).max() > 1  # so that 1e-4 says something
     np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=1e-4)
+
+
+def test_caps_of_scores_that_transformers_does_not_apply_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    kind, fields = MODELS["gemma3"]
+    found = []
+    for one, cap in (("none", None), ("capped", 1.0)):
+        monkeypatch.setitem(MODELS, "gemma3", (kind, fields | {"attn_logit_softcapping": cap}))
+        model = save("gemma3", tmp_path / one)
+        found.append(model(torch.as_tensor(TOKENS, dtype=torch.int64)).logits.detach().numpy())
+    np.testing.assert_array_equal(*found)
+    assert from_hf_config(tmp_path / "none").score_softcap is None
+    with pytest.raises(mw.MeshwrightError, match=r"attn_logit_softcapping=1\.0 is not honoured"):
+        from_hf_config(tmp_path / "capped")
 
 
 @quick_for(*WITH_GRADIENTS)
@@ -191,6 +210,38 @@ def check_greedy(name: str, folders: Any, mesh: str) -> None:
             pad_token_id=0,
         )  # fmt: skip
         assert list(done.tokens) == right[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["phi3", "gptj", "deepseek_v3", "gpt_neox"])
+def test_longer_positions_that_are_advised_can_be_exported(
+    name: str, folders: Any, tmp_path: Path
+) -> None:
+    import transformers
+
+    config = from_hf_config(folders(name)[0])
+    seq, accepted = 4 * config.max_seq, {}
+    changes = [(f"rope.scaling={one}", "rope.factor=4") for one in ("linear", "yarn", "llama3")]
+    for change in (*changes, ("rope.theta=5e7",)):
+        try:
+            accepted[change] = override(config, change, seq)
+        except mw.MeshwrightError as refused:
+            said = f"override {' '.join(change)}: the config.json of "
+            assert str(refused).startswith(f"{said}{config.hf_config['architectures'][0]} cannot")
+    advised = family_of(config).longer(config, seq)
+    none, theta, scaled = (), [("rope.theta=5e7",)], [changes[1], ("rope.theta=5e7",)]
+    assert (advised, [*accepted]) == {
+        "phi3": (none, theta),
+        "gptj": (none, []),
+        "deepseek_v3": (changes[1], scaled),
+        "gpt_neox": (changes[0], [*changes, ("rope.theta=5e7",)]),
+    }[name]
+    for i, longer in enumerate(accepted.values()):
+        save_hf(tmp_path / str(i), load_hf(folders(name)[0], longer), longer)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(i))
+        assert theirs.config.architectures == config.hf_config["architectures"]
+    if name == "gptj":
+        with pytest.raises(mw.MeshwrightError, match="give sequences of at most 64 tokens"):
+            override(config, changes[0], seq)
 
 
 def losses(name: str, folders: Any, mesh: str, **settings: Any) -> np.ndarray:

@@ -210,6 +210,31 @@ QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"
 MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda one: one.model_type)
+def test_every_field_that_is_left_out_is_what_transformers_takes(architecture: Any) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="the outside reader")
+    kind = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    usual = transformers.AutoConfig.for_model(architecture.model_type).to_dict()
+    required = {one.name for one in architecture.fields.values() if one.default is None}
+    said = {name: usual[name] for name in required | {"num_key_value_heads"} if name in usual}
+    theirs = transformers.AutoConfig.for_model(**kind, **said).to_dict()
+    assert from_hf_config(kind | said) == from_hf_config(theirs)
+
+
+def test_what_gptj_cannot_rotate_is_refused() -> None:
+    small = {
+        "architectures": ["GPTJForCausalLM"], "vocab_size": 48, "n_embd": 32, "n_layer": 2, "n_head": 4,
+    }  # fmt: skip
+    assert from_hf_config(small | {"rotary_dim": 8}).rope.dims is None
+    for said, message in (
+        ({}, r"rotary_dim=64, as .* does not say it, is more than the 8 dims of a head"),
+        ({"rotary_dim": 10}, r"rotary_dim=10 is more than the 8 dims of a head; 8 rotates"),
+        ({"rotary_dim": None}, "rotary_dim is missing; it must be a whole number"),
+    ):
+        with pytest.raises(MeshwrightError, match=message):
+            from_hf_config(small | said)
+
+
 def test_what_is_left_out_is_what_transformers_takes() -> None:
     config = read()
     assert (config.head_dim, config.max_seq, config.norm_eps) == (8, 2048, 1e-6)
@@ -237,6 +262,38 @@ def test_rotary_embedding_is_read_in_both_styles() -> None:
     assert read(rope_scaling=yarn, max_position_embeddings=64).rope.scaling == YarnScaling(4.0, 64)
     outside = read(rope_scaling=yarn, original_max_position_embeddings=32).rope.scaling
     assert outside == YarnScaling(4.0, 32)
+
+
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+PLAIN = {"rope_type": "default"}
+TWO_ROPES = {
+    "sliding_attention": PLAIN | {"rope_theta": 50.0}, "full_attention": PLAIN | {"rope_theta": 3e5},
+}  # fmt: skip
+OPEN_ROPES = {"sliding_attention": PLAIN, "full_attention": PLAIN}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (GEMMA3, {}),
+        (GEMMA3, {"rope_scaling": LINEAR, "rope_theta": 3e5, "rope_local_base_freq": 7.0}),
+        (GEMMA3, {"rope_parameters": TWO_ROPES, "rope_scaling": LINEAR}),
+        (GEMMA3, {"rope_parameters": TWO_ROPES, "rope_theta": 9.0, "rope_local_base_freq": 7.0}),
+        (GEMMA3, {"rope_parameters": OPEN_ROPES, "rope_theta": 3e5, "rope_local_base_freq": 7.0}),
+        (GEMMA3, {"rope_parameters": OPEN_ROPES, "rope_scaling": LINEAR | {"rope_theta": 5e5}}),
+    ],
+)
+def test_rotary_embedding_is_read_as_transformers_reads_it(
+    kind: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="the outside reader")
+    own = {**SIZES, "num_hidden_layers": 6, **kind, **fields}
+    # by JSON: it changes the objects it is given
+    theirs = transformers.AutoConfig.for_model(**json.loads(json.dumps(own))).to_dict()
+    assert "rope_scaling" not in theirs
+    assert from_hf_config(own) == from_hf_config(theirs)
 
 
 def test_biases_are_those_of_the_family() -> None:
@@ -290,6 +347,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_theta": 0.5}, r"rope_theta=0\.5 must be above 1"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported; only default, linear, llama3, yarn are"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+    (PHI3 | {"rope_scaling": LINEAR}, "rope_type 'linear' is not supported; only default is"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast=3 is not a setting of rope_type 'linear'"),
     ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "said twice"),
     ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": "no"}}, "truncate='no'"),
@@ -299,6 +357,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e5}}}, "full_attention="),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0\.5"),
     ({"original_max_position_embeddings": 64}, "means nothing with rope_type 'default'"),
+    (GEMMA3 | {"rope_parameters": TWO_ROPES, "rope_scaling": 2.0}, r"rope_scaling=2\.0 must be an object"),
     ({"rope_scaling": 2.0}, r"rope_scaling=2\.0 must be an object"),
     ({"sliding_window": 16}, "sliding_window=16 is not honoured: LlamaForCausalLM has none"),
     ({"layer_types": SLIDING}, "disagree"),

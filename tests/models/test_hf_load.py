@@ -249,6 +249,27 @@ def test_files_that_an_index_does_not_describe_are_named(tmp_path: Path) -> None
         load_hf(folder)
 
 
+def test_a_single_file_beside_an_index_is_read_first_as_in_transformers(tmp_path: Path) -> None:
+    """A model that was saved again in a folder: the old parts are there, or gone."""
+    torch: Any = pytest.importorskip("torch", reason="the outside reader needs torch")
+    transformers: Any = pytest.importorskip("transformers", reason="the outside reader")
+    from meshwright.torch.load import tensor_files
+
+    folder = copy_of("qwen3-sharded", tmp_path)
+    changed = {name: value + value for name, value in plain_read(folder).items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    table = "model.embed_tokens.weight"
+    for parts in (2, 0):
+        assert len(list(folder.glob("model-*.safetensors"))) == parts
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        theirs = model.state_dict()[table].numpy()
+        np.testing.assert_array_equal(theirs, changed[table].astype(np.float32))
+        np.testing.assert_array_equal(np.asarray(load_hf(folder)["embedding"]), theirs)
+        assert tensor_files(folder) == dict.fromkeys(changed, folder / "model.safetensors")
+        for part in folder.glob("model-*.safetensors"):
+            part.unlink()
+
+
 def test_a_folder_without_safetensors_says_what_it_has(tmp_path: Path) -> None:
     config = from_hf_config(REFERENCE / "llama-mha")
     with pytest.raises(MeshwrightError, match="it has nothing"):

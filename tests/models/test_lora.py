@@ -155,6 +155,22 @@ def test_a_module_that_is_several_matrices_here_is_refused(tmp_path: Path) -> No
         save_adapter(tmp_path / "out", zeros, config, lora)
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_adapters_of_other_than_all_layers_are_named_and_refused(tmp_path: Path) -> None:
+    model, _ = tiny("llama")
+    model.save_pretrained(tmp_path / "base")
+    config = from_hf_config(tmp_path / "base")
+    merge = r"merge it with PEFT \(merge_and_unload\) and take the merged model"
+    for i, (modules, words) in enumerate((
+        (r".*\.1\..*(q_proj|up_proj)",
+         r"model\.layers\.1\.self_attn\.q_proj, and not model\.layers\.0\.self_attn\.q_proj: .* all"),
+        (["q_proj", "lm_head"], r"lm_head, and here adapters are of matrices of the layers alone"),
+    )):  # fmt: skip
+        add_adapter(tiny("llama")[0], modules, tmp_path / str(i))
+        with pytest.raises(mw.MeshwrightError, match=rf"adapter adapts {words}.*; {merge}"):
+            load_adapter(tmp_path / str(i) / "adapter", config)
+
+
 def test_adapters_that_are_not_plain_are_refused(tmp_path: Path) -> None:
     adapted("llama", tmp_path)
     file = tmp_path / "adapter" / "adapter_config.json"

@@ -13,6 +13,7 @@ from meshwright.models import abstract_arrays, from_hf_config, to_hf_config
 # of the published weights, tied arrays once
 PARAMETERS = {
     "gpt2": 124_439_808,
+    "distilgpt2": 81_912_576,
     "opt-125m": 125_239_296,
     "gpt-j-6b": 6_050_882_784,
     "pythia-70m": 70_426_624,

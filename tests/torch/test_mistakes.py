@@ -12,7 +12,9 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+import meshwright.torch as mt
 from meshwright.cli.main import main
 from meshwright.errors import MeshwrightError
 from meshwright.models import LoraConfig, preset, to_hf_config
@@ -142,13 +144,40 @@ def test_a_model_with_masks_of_transformers(
     assert says in told(capsys, str(tmp_path), "--processes", "2", *flags.split())
 
 
+def test_a_model_with_quantized_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its scales are tensors beside the weights, which transformers' network does not have."""
+    config = transformers.GemmaConfig(
+        vocab_size=384, hidden_size=12, num_attention_heads=3, num_key_value_heads=3, head_dim=4,
+        num_hidden_layers=1, intermediate_size=12, max_position_embeddings=512,
+    )  # fmt: skip
+    model = transformers.GemmaForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    found = told(capsys, str(tmp_path), "--processes", "2", "--mesh", "dp=2")
+    assert "quantization_config={'quant_method': 'fp8'" in found
+    assert "the weights are quantized: take the bfloat16 or float16 model" in found
+
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors")
+    try:
+        mt.parallelize(model, mt.mesh("dp=1,tp=1", device="cpu"))
+        with pytest.raises(MeshwrightError, match=rf"'{name}' in .* is F8_E4M3, the model's is to"):
+            mt.load_hf(model, tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_folder_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = to_hf_config(preset("tiny"))
     (tmp_path / "config.json").write_text(json.dumps(fields))
     (tmp_path / "pytorch_model.bin").touch()
     words = [str(tmp_path), "--init-from", str(tmp_path), "--processes", "2", "--mesh", "dp=2"]
     found = told(capsys, *words, "--run", str(tmp_path / "run"))
-    assert "give a folder that save_pretrained wrote (pickled .bin files are not read)" in found
+    assert "pytorch_model.bin: pickled weights are not read, save the model as safetensors" in found
 
 
 def test_a_run_folder_that_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.models.divisibility import indivisible, indivisible_blocks, what_fits
     from meshwright.models.family import HuggingFace, ModelFamily, Serving
     from meshwright.models.huggingface import (
+        QUANTIZED,
         SOURCE,
         SPECIAL_TOKENS,
         hf_tensors,
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
         to_hf_config,
     )
     from meshwright.models.safetensors_read import DTYPES as TENSOR_DTYPES
+    from meshwright.models.safetensors_read import INDEX as TENSOR_INDEX
+    from meshwright.models.safetensors_read import SINGLE as TENSOR_FILE
     from meshwright.models.safetensors_read import (
         MappedFiles,
         StoredTensor,
@@ -87,19 +90,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADAPTER", "ADAPTER_WEIGHTS", "BY_TRANSFORMERS", "DROPOUT", "FAMILIES", "OFFLOAD", "PRESETS",
-    "QUANTIZED_BASES", "SOURCE", "SPECIAL_TOKENS", "TENSOR_DTYPES", "ActivationLayouts",
-    "AdapterSlots", "Attention", "Block", "Compute", "DecoderConfig", "Experts", "ExtraLoss",
-    "HuggingFace", "LmHead", "LoraConfig", "LossConfig", "LossSums", "MappedFiles", "Metric",
-    "ModelFamily", "Serving", "Stack", "StoredTensor", "TransformersConfig", "abstract_arrays",
-    "activation_layouts", "adapted_names", "adapter_files", "choose_exchange", "decoder_rules",
-    "default_dtype", "describe_padding", "encodes_prompts", "experts_of", "family_of", "for_tokens",
-    "from_hf_config", "hf_names", "hf_tensors", "indivisible", "indivisible_blocks", "is_adapter",
-    "is_torch_only", "layer_count", "layer_counts", "lm_logits", "load_adapter", "load_hf",
-    "load_tensors", "merged", "model_config", "model_from_dict", "model_to_dict", "next_token_loss",
-    "override", "padded_vocab", "parameter_counts", "preset", "quantized_base",
-    "read_adapter_config", "read_folder", "read_header", "save_adapter", "save_hf", "scans_layers",
-    "sequence_noise", "serving_of", "target_count", "target_weight", "to_hf_config",
-    "tokenizer_files_of", "torch_only_config", "what_fits", "with_adapter",
+    "QUANTIZED", "QUANTIZED_BASES", "SOURCE", "SPECIAL_TOKENS", "TENSOR_DTYPES", "TENSOR_FILE",
+    "TENSOR_INDEX", "ActivationLayouts", "AdapterSlots", "Attention", "Block", "Compute",
+    "DecoderConfig", "Experts", "ExtraLoss", "HuggingFace", "LmHead", "LoraConfig", "LossConfig",
+    "LossSums", "MappedFiles", "Metric", "ModelFamily", "Serving", "Stack", "StoredTensor",
+    "TransformersConfig", "abstract_arrays", "activation_layouts", "adapted_names", "adapter_files",
+    "choose_exchange", "decoder_rules", "default_dtype", "describe_padding", "encodes_prompts",
+    "experts_of", "family_of", "for_tokens", "from_hf_config", "hf_names", "hf_tensors",
+    "indivisible", "indivisible_blocks", "is_adapter", "is_torch_only", "layer_count",
+    "layer_counts", "lm_logits", "load_adapter", "load_hf", "load_tensors", "merged",
+    "model_config", "model_from_dict", "model_to_dict", "next_token_loss", "override",
+    "padded_vocab", "parameter_counts", "preset", "quantized_base", "read_adapter_config",
+    "read_folder", "read_header", "save_adapter", "save_hf", "scans_layers", "sequence_noise",
+    "serving_of", "target_count", "target_weight", "to_hf_config", "tokenizer_files_of",
+    "torch_only_config", "what_fits", "with_adapter",
 ]  # fmt: skip
 
 import_when_used(__name__)

@@ -78,13 +78,16 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a model: of all files its index names, or of the one file there is."""
+    """The tensors of a model: of the one file, which transformers reads first, or of the index's.
+
+    Both may be there, where a model was saved again in the same folder.
+    """
     if not folder.is_dir():
         raise MeshwrightError(f"{folder} is not a folder with a Hugging Face model")
-    if (folder / INDEX).exists():
-        return _read_indexed(folder)
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE)
+    if (folder / INDEX).exists():
+        return _read_indexed(folder)
     there = sorted(path.name for path in folder.iterdir())
     older = [name for name in there if name.endswith((".bin", ".pt", ".pth"))]
     what = f"it has {', '.join(there[:8]) or 'nothing'}"

@@ -8,7 +8,15 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, UnsupportedModelError
 from meshwright.models.family import HuggingFace, ModelFamily
-from meshwright.models.huggingface import SOURCE, read_hf_config, remembered, whole
+from meshwright.models.huggingface import (
+    QUANTIZED,
+    SOURCE,
+    KnownFields,
+    check_fields,
+    read_hf_config,
+    remembered,
+    whole,
+)
 
 # by model_type: those that JAX lacks
 MODEL_TYPES = ("cohere", "gemma", "glm4", "phi", "starcoder2")
@@ -45,6 +53,10 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> Transform
             f"{where}: model_type {kind!r}; of transformers' networks --backend torch trains "
             f"{', '.join(BY_TRANSFORMERS)}"
         )
+    known = KnownFields(
+        frozenset(fields), {"quantization_config": (None,)}, {"quantization_config": QUANTIZED}
+    )
+    check_fields(fields, known, where)
     heads = whole(fields, "num_attention_heads", where)
     width = whole(fields, "hidden_size", where) // heads
     return TransformersConfig(

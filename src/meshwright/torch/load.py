@@ -7,11 +7,10 @@ mw.torch.load_hf(model, folder)
 """
 
 import copy
-import json
 import logging
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import MeshwrightError
+from meshwright.models import QUANTIZED, read_folder
 from meshwright.torch.lora import is_factor
 from meshwright.torch.parallelize import parallelized, tie
 from meshwright.torch.placement import tied
 
 logger = logging.getLogger("meshwright")
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_WHOLE = ("BF16", "F16", "F32", "F64")  # numbers that need no scale beside them
 _DERIVED = ("rotary_emb.inv_freq",)  # in older files; follows from the config
 
 
@@ -65,6 +65,12 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
                 raise MeshwrightError(
                     f"tensor {sources[name]!r} in {files[sources[name]]} has shape {shape}, the "
                     f"model's has {placed.shape}; is it a folder of this model?"
+                )
+            kind = stored.get_dtype()
+            if param.is_floating_point() and param.element_size() > 1 and kind not in _WHOLE:
+                raise MeshwrightError(
+                    f"tensor {sources[name]!r} in {files[sources[name]]} is {kind}, the model's is "
+                    f"{param.dtype}: {QUANTIZED}"
                 )
             _local(param).copy_(stored[own.slices(name)])
         buffers = dict(model.named_buffers())
@@ -203,19 +209,7 @@ def _shared_names(model: nn.Module) -> dict[str, list[str]]:
 
 def tensor_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor."""
-    if (folder / INDEX).exists():
-        try:
-            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            raise MeshwrightError(f"{folder / INDEX} has no weight_map: {error}") from None
-        return {name: folder / file for name, file in weight_map.items()}
-    if not (folder / SINGLE).exists():
-        raise MeshwrightError(
-            f"{folder} has neither {SINGLE} nor {INDEX}; give a folder that save_pretrained wrote "
-            "(pickled .bin files are not read)"
-        )
-    with _Opened() as opened:
-        return dict.fromkeys(opened.names(folder / SINGLE), folder / SINGLE)
+    return {name: tensor.file for name, tensor in read_folder(folder).items()}
 
 
 class _Opened:
@@ -227,9 +221,6 @@ class _Opened:
 
     def __exit__(self, *_: object) -> None:
         self._files.clear()
-
-    def names(self, file: Path) -> Iterator[str]:
-        return iter(self._open(file).keys())
 
     def slice_of(self, file: Path, name: str) -> Any:
         """A tensor that is read where it is sliced."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import MeshwrightError
-from meshwright.torch.load import INDEX, SINGLE
+from meshwright.models import TENSOR_FILE, TENSOR_INDEX
 from meshwright.torch.parallelize import parallelized
 
 _FILE_BYTES = 5 * 10**9
@@ -73,7 +73,7 @@ def _files(
         parts[-1].append((name, tensor))
         filled += size
     if len(parts) == 1:
-        return {SINGLE: parts[0]}
+        return {TENSOR_FILE: parts[0]}
     return {
         f"model-{i:05d}-of-{len(parts):05d}.safetensors": part for i, part in enumerate(parts, 1)
     }
@@ -88,7 +88,7 @@ def _write(file: Path, values: dict[str, torch.Tensor]) -> None:
 def _finish(model: nn.Module, folder: Path, files: dict[str, Any]) -> None:
     if len(files) > 1:
         weight_map = {name: file for file, part in files.items() for name, _ in part}
-        (folder / INDEX).write_text(
+        (folder / TENSOR_INDEX).write_text(
             json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2)
         )
     config = getattr(model, "config", None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.kinds import field_types
-from meshwright.models.huggingface import HARMLESS, KnownFields, flag, number, whole
+from meshwright.models.huggingface import HARMLESS, QUANTIZED, KnownFields, flag, number, whole
 from meshwright.models.overrides import plain_type
 
 Fields = Mapping[str, Any]
@@ -36,7 +36,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 _WHAT_TO_DO = {
-    "quantization_config": "the weights are quantized: take the bfloat16 or float16 model",
+    "quantization_config": QUANTIZED,
     "attention_dropout": "dropout is not applied to attention: set it to 0 to train without",
     "mlp_bias": "the feed-forward has no biases here",
 }

@@ -92,6 +92,15 @@ def to_hf_config(
     return fields
 
 
+def unsaid(config: DecoderConfig, changed: DecoderConfig) -> str:
+    """The architecture of a config, if it cannot say the config with changes; else empty."""
+    try:
+        architecture = architecture_of(config)
+    except MeshwrightError:  # it has no folders to read or write
+        return ""
+    return "" if _can_say(architecture, changed) else architecture.name
+
+
 def _can_say(architecture: Architecture, config: DecoderConfig) -> bool:
     try:
         return _is_read_as(config, architecture.write(config))

@@ -6,7 +6,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.models.decoder.architecture import Fields, Part
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.hf_rope import rope_from_hf, rope_to_hf
+from meshwright.models.decoder.hf_rope import DEFAULT_THETA, rope_from_hf, rope_to_hf
 from meshwright.models.huggingface import flag, short, whole
 
 _DEFAULT_WINDOW = 4096  # of Mistral and Qwen, where config.json does not say
@@ -22,18 +22,21 @@ _ROPE_FIELDS = frozenset(
 def rotary(
     *,
     partial: bool = False,
+    theta: float = DEFAULT_THETA,
     share: float = 1.0,
     names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
-    says_original: bool = False,
+    scaled: bool = True,
 ) -> Part:
     """Rotary embedding, of a part of each head where the architecture has that.
 
-    `share` is that part where it is not said, and `names` how older files call theta and the share.
-    `says_original`: original_max_position_embeddings is there also where nothing is scaled.
+    `theta` and `share`, which is that part, are those where a file does not say them, and `names`
+    how older files call them.
+    `scaled`: whether there is a rope_type that scales positions; where none is, what
+    original_max_position_embeddings says does not matter.
     """
 
     def read(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
-        if says_original and not fields.get("rope_scaling"):
+        if not scaled:
             fields = {**fields, "original_max_position_embeddings": None}
         settings = fields.get("rope_parameters") or {}
         renamed = {
@@ -42,7 +45,8 @@ def rotary(
         }
         if renamed["partial_rotary_factor"] is None and not settings.get("partial_rotary_factor"):
             renamed["partial_rotary_factor"] = share
-        rope = rope_from_hf({**fields, **renamed}, ours["max_seq"], ours["head_dim"], where)
+        sizes = ours["max_seq"], ours["head_dim"]
+        rope = rope_from_hf({**fields, **renamed}, *sizes, where, theta, scaled)
         if rope.dims is not None and not partial:
             raise MeshwrightError(
                 f"{where}: partial_rotary_factor={rope.dims / ours['head_dim']:g} is not honoured: "

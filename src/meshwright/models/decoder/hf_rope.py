@@ -12,7 +12,7 @@ from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.huggingface import flag, number, short, whole
 from meshwright.ops import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
-_DEFAULT_THETA = 10000.0
+DEFAULT_THETA = 10000.0
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _OF_TYPE = {
     "default": (),
@@ -41,14 +41,17 @@ def rope_from_hf(
     max_seq: int,
     head_dim: int,
     where: str,
-    theta: float = _DEFAULT_THETA,
+    theta: float = DEFAULT_THETA,
+    scaled: bool = True,
 ) -> Rope:
-    """The Rope that the fields of a config.json describe."""
+    """The Rope that the fields of a config.json describe; `scaled`: whether it may be."""
     settings, name = _settings(fields, where), "partial_rotary_factor"
     kind = _one_value(settings, "rope_type", settings, "type", where) or "default"
-    if not isinstance(kind, str) or kind not in _OF_TYPE:
+    kinds = [*_OF_TYPE] if scaled else ["default"]
+    if not isinstance(kind, str) or kind not in kinds:
         raise MeshwrightError(
-            f"{where}: rope_type {short(kind)} is not supported; only {', '.join(_OF_TYPE)} are"
+            f"{where}: rope_type {short(kind)} is not supported; only {', '.join(kinds)} "
+            f"{'are' if scaled else 'is, of this architecture'}"
         )
     for key, value in settings.items():
         if key not in _COMMON + _OF_TYPE[kind] and value is not None:

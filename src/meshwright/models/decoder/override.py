@@ -6,9 +6,10 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.decoder.config import DecoderConfig
+from meshwright.models.decoder.hf_config import unsaid
 from meshwright.models.decoder.kinds import field_types
 from meshwright.models.overrides import override_fields, value_of
-from meshwright.ops import LinearScaling, Llama3Scaling, YarnScaling
+from meshwright.ops import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
 
 _ROPE = ("rope.theta", "rope.scaling", "rope.factor")
 _SCALINGS = ("linear", "yarn", "llama3")
@@ -25,10 +26,18 @@ def override(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> Dec
 
 
 def longer(config: DecoderConfig, seq: int) -> tuple[str, ...]:
-    """Changes by which positions reach sequences of `seq` tokens; none for learned ones."""
-    if _positions_of_layers(config):
+    """Changes by which positions reach sequences of `seq` tokens.
+
+    None for learned ones, and where the model's config.json could not say them.
+    """
+    if seq <= config.max_seq or _positions_of_layers(config):
         return ()
-    return "rope.scaling=linear", f"rope.factor={-(-seq // config.max_seq)}"
+    factor = -(-seq // config.max_seq)
+    for name in _SCALINGS:
+        rope = dataclasses.replace(config.rope, scaling=_scaling(name, factor, config.max_seq))
+        if not unsaid(config, _reaching(config, rope, seq)):
+            return f"rope.scaling={name}", f"rope.factor={factor}"
+    return ()
 
 
 def _positions_of_layers(config: DecoderConfig) -> str:
@@ -69,13 +78,38 @@ def _with_rope(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> D
             f"override rope.factor={factor:g} belongs to a scaling; add rope.scaling=linear, yarn "
             "or llama3"
         )
-    match name:
-        case "linear":
-            scaling = LinearScaling(factor)
-        case "yarn":
-            scaling = YarnScaling(factor, config.max_seq)
-        case "llama3":
-            scaling = Llama3Scaling(factor, 1.0, 4.0, config.max_seq)
+    if name is not None:
+        scaling = _scaling(name, factor, config.max_seq)
     rope = dataclasses.replace(config.rope, theta=theta, scaling=scaling)
+    changed = _reaching(config, rope, seq)
+    if architecture := unsaid(config, changed):
+        said = " ".join(f"{one}={changes[one]}" for one in given)
+        raise MeshwrightError(
+            f"override {said}: the config.json of {architecture} cannot say such rotary positions, "
+            f"so its weights could be neither read nor exported; {_what_is_said(config, seq)}"
+        )
+    return changed
+
+
+def _reaching(config: DecoderConfig, rope: Rope, seq: int) -> DecoderConfig:
     changed: dict[str, Any] = {"rope": rope, "max_seq": max(config.max_seq, seq)}
     return dataclasses.replace(config, **changed)
+
+
+def _scaling(name: str, factor: float, original: int) -> Scaling:
+    match name:
+        case "yarn":
+            return YarnScaling(factor, original)
+        case "llama3":
+            return Llama3Scaling(factor, 1.0, 4.0, original)
+    return LinearScaling(factor)
+
+
+def _what_is_said(config: DecoderConfig, seq: int) -> str:
+    """What would fit instead of positions that an architecture cannot say."""
+    if changes := longer(config, seq):
+        return f"it can say {' '.join(changes)}"
+    other = dataclasses.replace(config.rope, theta=2 * config.rope.theta)
+    if not unsaid(config, _reaching(config, other, seq)):
+        return "it can say another rope.theta, such as rope.theta=5e7"
+    return f"leave it out, and give sequences of at most {config.max_seq:,} tokens"

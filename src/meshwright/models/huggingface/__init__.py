@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from meshwright.models.huggingface.arrays import HfModel, hf_arrays
     from meshwright.models.huggingface.fields import (
         HARMLESS,
+        QUANTIZED,
         SOURCE,
         SPECIAL_TOKENS,
         KnownFields,
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
     from meshwright.models.huggingface.save import hf_tensors, save_folder, tokenizer_files_of
 
 __all__ = [
-    "HARMLESS", "SOURCE", "SPECIAL_TOKENS", "WEIGHTS", "HfModel", "KnownFields", "OnLayer",
-    "OnRead", "adapter_model", "check_fields", "flag", "has_tensor", "hf_arrays", "hf_tensors",
-    "is_adapter", "load_folder", "load_tensors", "number", "read_adapter_config", "read_hf_config",
-    "remembered", "save_folder", "short", "tokenizer_files_of", "whole",
+    "HARMLESS", "QUANTIZED", "SOURCE", "SPECIAL_TOKENS", "WEIGHTS", "HfModel", "KnownFields",
+    "OnLayer", "OnRead", "adapter_model", "check_fields", "flag", "has_tensor", "hf_arrays",
+    "hf_tensors", "is_adapter", "load_folder", "load_tensors", "number", "read_adapter_config",
+    "read_hf_config", "remembered", "save_folder", "short", "tokenizer_files_of", "whole",
 ]  # fmt: skip
 
 import_when_used(__name__)

@@ -15,13 +15,15 @@ from meshwright.files import not_a_model
 from meshwright.hub import CONFIG, local_folder
 
 SPECIAL_TOKENS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
+# what to do about quantization_config, and about such weights
+QUANTIZED = "the weights are quantized: take the bfloat16 or float16 model"
 SOURCE = "_name_or_path"  # the folder a config.json was read from; not written again
 
 # what a training run of ours, a tokenizer or a sampler decides, or what only says how to compute
 HARMLESS = SPECIAL_TOKENS | frozenset(
     {
-        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", SOURCE,
-        "attn_implementation", "cls_token_id", "decoder_start_token_id", "dtype",
+        "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_num_labels",
+        SOURCE, "attn_implementation", "cls_token_id", "decoder_start_token_id", "dtype",
         "finetuning_task", "id2label", "is_decoder", "label2id", "max_sequence_length",
         "name_or_path", "num_labels", "output_attentions", "output_hidden_states", "prefix",
         "problem_type", "return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss",

@@ -6,6 +6,7 @@ has in two parameters of a layer (`target_parameters`), it has lora_A [experts Â
 lora_B [outputs, rank Â· experts].
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -19,13 +20,14 @@ from meshwright.hub import hub_name
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.huggingface.arrays import HfArray, HfModel
 from meshwright.models.huggingface.fields import read_hf_config
-from meshwright.models.lora import ADAPTER
+from meshwright.models.lora import ADAPTER, is_layer_matrix
 from meshwright.models.safetensors_read import read_header
 from meshwright.models.settings import LoraConfig
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_FACTORS = {"a": ".lora_A.weight", "b": ".lora_B.weight"}
 _EXPERTS = "mlp.experts"  # the module in a layer, whatever files call it
 # the parameters of experts, and what of ours they hold; PEFT wraps the first, then the second
 _EXPERT_PARAMETERS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
@@ -110,13 +112,25 @@ def read_adapter_config(folder: Path, model: HfModel) -> LoraConfig:
         ) from None
     held = read_header(folder / WEIGHTS)
     targets = [f"^{re.escape(path)}$" for path in _adapted_experts(fields, model, where)]
+    specs = dict(zip(tree_paths(model.specs), jax.tree.leaves(model.specs), strict=True))
     for path, array in model.arrays.items():
-        if _of_first(array, _tensor(array, "a")) not in held:
+        names = dataclasses.replace(array, name=_tensor(array, "a")).names
+        modules = {name: name.removeprefix(_PREFIX).removesuffix(_FACTORS["a"]) for name in names}
+        there = [module for name, module in modules.items() if name in held]
+        lacking = [module for name, module in modules.items() if name not in held]
+        if not there:
             continue
+        why = ""
         if not _is_whole(array):
+            why = "which is several matrices here"
+        elif not (is_layer_matrix(specs[path]) or specs[path].kind == "expert"):
+            why = "and here adapters are of matrices of the layers alone"
+        elif lacking:
+            why = f"and not {lacking[0]}: here adapters are of all layers"
+        if why:
             raise MeshwrightError(
-                f"{folder} adapts {_of_first(array)}, which is several "
-                "matrices here; merge it with PEFT (merge_and_unload) and take the merged model"
+                f"{folder} adapts {there[0]}, {why}; merge it with PEFT (merge_and_unload) and "
+                "take the merged model"
             )
         targets.append(f"^{re.escape(path)}$")
     if not targets:
@@ -131,13 +145,13 @@ def _module(array: HfArray) -> str:
     return array.name.removesuffix(".weight")
 
 
-def _of_first(array: HfArray, name: str = "") -> str:
-    """A name, by default that of its module, in the first layer."""
-    return (name or _module(array)).format(layer=array.first, expert=0)
+def _of_first(array: HfArray) -> str:
+    """Its module in the first layer."""
+    return _module(array).format(layer=array.first, expert=0)
 
 
 def _tensor(array: HfArray, factor: str) -> str:
-    return f"{_PREFIX}{_module(array)}.lora_{factor.upper()}.weight"
+    return f"{_PREFIX}{_module(array)}{_FACTORS[factor]}"
 
 
 def _is_whole(array: HfArray) -> bool:
@@ -187,8 +201,8 @@ def _expert_factor(path: str, spec: ArraySpec, of: HfArray, parameters: list[str
     """A factor of experts, ours [experts, inputs, rank] or [experts, rank, outputs]."""
     *_, matrix, factor = path.split("/")
     name = next(one for one, parts in _EXPERT_PARAMETERS.items() if matrix in parts)
-    inner = "" if name == parameters[-1] else "base_layer."
-    tensor = f"{_PREFIX}{of.stack[0]}{{layer}}.{_EXPERTS}.{inner}lora_{factor.upper()}.weight"
+    inner = "" if name == parameters[-1] else ".base_layer"
+    tensor = f"{_PREFIX}{of.stack[0]}{{layer}}.{_EXPERTS}{inner}{_FACTORS[factor]}"
     _, experts, inputs, outputs = spec.shape  # of this factor
     window: tuple[slice | int, ...] = (slice(None),) * 3
     if factor == "a":

@@ -51,22 +51,14 @@ def _write_scales(config: DecoderConfig) -> dict[str, Any]:
 SCALES = Part(frozenset({"query_pre_attn_scalar"}), _scales, _write_scales)
 
 
-def softcaps(scores: float | None, logits: float | None) -> Part:
-    """Of scores and logits; these where the fields are not there, and none where they are null."""
-    names = {"score_softcap": ("attn_logit_softcapping", scores)}
-    names |= {"logit_softcap": ("final_logit_softcapping", logits)}
+def softcap(ours: str, name: str, default: float | None) -> Part:
+    """A cap of scores or logits; none where the field is null."""
 
-    def read(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
-        asked = {one: fields.get(name, default) for one, (name, default) in names.items()}
-        return {
-            one: None if asked[one] is None else number({name: asked[one]}, name, where)
-            for one, (name, _) in names.items()
-        }
+    def read(fields: Fields, values: Fields, where: str) -> dict[str, Any]:
+        asked = fields.get(name, default)
+        return {ours: None if asked is None else number({name: asked}, name, where)}
 
-    def write(config: DecoderConfig) -> dict[str, Any]:
-        return {name: getattr(config, one) for one, (name, _) in names.items()}
-
-    return Part(frozenset(name for name, _ in names.values()), read, write)
+    return Part(frozenset({name}), read, lambda config: {name: getattr(config, ours)})
 
 
 def alternating(every: int, *, window: int = 4096) -> Part:
@@ -114,7 +106,8 @@ GEMMA2 = Architecture(
         OPTIONAL_BIAS,
         activation("hidden_activation", "gelu_pytorch_tanh"),
         SCALES,
-        softcaps(50.0, 30.0),
+        softcap("score_softcap", "attn_logit_softcapping", 50.0),
+        softcap("logit_softcap", "final_logit_softcapping", 30.0),
         alternating(2),
     ),
     fixed=GEMMA_FIXED,

@@ -12,7 +12,7 @@ from meshwright.models.decoder.architectures.gemma2 import (
     GEMMA_UNUSED,
     SCALES,
     alternating,
-    softcaps,
+    softcap,
 )
 from meshwright.models.decoder.config import DecoderConfig
 from meshwright.models.decoder.hf_parts import OPTIONAL_BIAS, activation, heads
@@ -22,20 +22,26 @@ from meshwright.ops import Rope
 
 
 def _ropes(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
-    """Those of layers with a window and of the others; one field has both, or three have them."""
+    """Those of layers with a window and of the others; one field has both, or three have them.
+
+    Beside that one, as in transformers, `rope_scaling` changes the others', and theirs are the
+    thetas that it does not say.
+    """
     both, sizes = fields.get("rope_parameters"), (ours["max_seq"], ours["head_dim"])
+    kinds = ("sliding_attention", "full_attention")
     if both is None:
-        local = Rope(number(fields, "rope_local_base_freq", where, 10000.0))
-        far = rope_from_hf(fields, *sizes, where, 1000000.0)
-    elif isinstance(both, dict) and both.keys() == {"sliding_attention", "full_attention"}:
-        local, far = (
-            rope_from_hf({"rope_parameters": both[kind]}, *sizes, where, theta)
-            for kind, theta in (("sliding_attention", 10000.0), ("full_attention", 1000000.0))
-        )
-    else:
+        both = dict.fromkeys(kinds)
+    elif not isinstance(both, dict) or both.keys() != {*kinds}:
         raise MeshwrightError(
             f"{where}: rope_parameters={short(both)} must have sliding_attention and full_attention"
         )
+    (near, full), scaling = (both[kind] for kind in kinds), fields.get("rope_scaling")
+    if isinstance(full, dict) and isinstance(scaling, dict):
+        full, scaling = full | scaling, None
+    theta = number(fields, "rope_local_base_freq", where, 10000.0)
+    local = rope_from_hf({"rope_parameters": near}, *sizes, where, theta)
+    theta = number(fields, "rope_theta", where, 1000000.0)
+    far = rope_from_hf({"rope_parameters": full, "rope_scaling": scaling}, *sizes, where, theta)
     return {
         "pattern": [
             kind | {"rope": far if kind.get("sliding_window") is None else local}
@@ -61,7 +67,7 @@ GEMMA3 = Architecture(
         OPTIONAL_BIAS,
         activation("hidden_activation", "gelu_pytorch_tanh"),
         SCALES,
-        softcaps(None, None),
+        softcap("logit_softcap", "final_logit_softcapping", None),
         alternating(6),
         Part(
             frozenset({"rope_parameters", "rope_theta", "rope_scaling", "rope_local_base_freq"}),
@@ -71,6 +77,7 @@ GEMMA3 = Architecture(
     ),
     fixed=GEMMA_FIXED | {"qk_norm": True},
     written={"attention_dropout": 0.0, "pad_token_id": None},
-    only=GEMMA_ONLY,
+    # transformers caps no scores, whatever this field says
+    only=GEMMA_ONLY | {"attn_logit_softcapping": (None,)},
     unused=GEMMA_UNUSED,
 )

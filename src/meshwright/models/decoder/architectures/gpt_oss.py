@@ -8,11 +8,12 @@ from meshwright.models.decoder.architectures.gemma2 import alternating
 from meshwright.models.decoder.architectures.llama import FIELDS, TENSORS, WRITTEN
 from meshwright.models.decoder.architectures.qwen3_moe import UNUSED
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.hf_parts import ROPE, expert_count, heads, optional_bias
+from meshwright.models.decoder.hf_parts import expert_count, heads, optional_bias, rotary
 from meshwright.models.huggingface import short
 
 _LAYER = "model.layers.{layer}."
 _EXPERTS = _LAYER + "mlp.experts."
+_ROPE = rotary(theta=150000.0)
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
@@ -22,14 +23,11 @@ _YARN = {
 def _read_rope(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
     if not fields.get("rope_scaling") and not fields.get("rope_parameters"):
         fields = {**fields, "rope_scaling": _YARN}
-    inside = fields.get("rope_parameters") or {}
-    if fields.get("rope_theta") is None and inside.get("rope_theta") is None:
-        fields = {**fields, "rope_theta": 150000.0}
-    return ROPE.read(fields, ours, where)
+    return _ROPE.read(fields, ours, where)
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:
-    fields = ROPE.write(config)
+    fields = _ROPE.write(config)
     return fields | {"rope_scaling": fields["rope_scaling"] or {"rope_type": "default"}}
 
 
@@ -70,7 +68,7 @@ GPT_OSS = Architecture(
     },
     parts=(
         heads(head_dim=64),
-        Part(ROPE.names, _read_rope, _write_rope),
+        Part(_ROPE.names, _read_rope, _write_rope),
         optional_bias(default=True),
         alternating(2, window=128),
         expert_count("num_local_experts", 128),

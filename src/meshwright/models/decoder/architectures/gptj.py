@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from meshwright.errors import MeshwrightError
 from meshwright.models.decoder.architecture import Architecture, Field, Fields, Part
 from meshwright.models.decoder.architectures.gpt2 import INNER
 from meshwright.models.decoder.config import DecoderConfig
@@ -11,9 +12,15 @@ from meshwright.ops import Rope
 
 
 def _rope(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
-    dims = whole(fields, "rotary_dim", where, ours["head_dim"])
-    rotated = None if dims == ours["head_dim"] else dims
-    return {"rope": Rope(dims=rotated, interleaved=True)}
+    said, head_dim = fields.get("rotary_dim", 64), ours["head_dim"]
+    dims = whole({"rotary_dim": said}, "rotary_dim", where)
+    if dims > head_dim:
+        default = "" if "rotary_dim" in fields else ", as it is where config.json does not say it,"
+        raise MeshwrightError(
+            f"{where}: rotary_dim={dims}{default} is more than the {head_dim} dims of a head; "
+            f"{head_dim} rotates whole heads"
+        )
+    return {"rope": Rope(dims=None if dims == head_dim else dims, interleaved=True)}
 
 
 def _write_rope(config: DecoderConfig) -> dict[str, Any]:

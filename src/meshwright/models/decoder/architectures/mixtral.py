@@ -4,10 +4,10 @@ from meshwright.models.decoder.architecture import Architecture, Field
 from meshwright.models.decoder.architectures.llama import FIELDS, TENSORS, WRITTEN
 from meshwright.models.decoder.architectures.qwen3_moe import UNUSED
 from meshwright.models.decoder.hf_parts import (
-    ROPE,
     expert_count,
     fixed_bias,
     heads,
+    rotary,
     window_of_all,
 )
 
@@ -31,7 +31,7 @@ MIXTRAL = Architecture(
     },
     parts=(
         heads(),
-        ROPE,
+        rotary(theta=1e6),
         fixed_bias("MixtralForCausalLM", False),
         window_of_all("MixtralForCausalLM", default=None),
         expert_count("num_local_experts", 8),

@@ -20,7 +20,7 @@ PHI3 = Architecture(
     | {f"layers/mlp/{one}": _GATE_UP for one in ("gate", "up")},
     parts=(
         heads(kv_heads_may_be_absent=True),
-        rotary(partial=True, says_original=True),
+        rotary(partial=True, scaled=False),  # in transformers by longrope alone
         window_of_all("Phi3ForCausalLM", default=None),
     ),
     written=WRITTEN | {"pad_token_id": None},
