@@ -231,7 +231,8 @@ class TrainConfig:
                 raise MeshwrightError(f"{name}={value} must be at least {least}")
         for name, value in values.items():
             _check_number(name, value)
-            if typing.get_origin(_types_of_settings()[name]) is tuple:
+            # none of a group that is no dataclass: `explained` says what it must be
+            if typing.get_origin(_types_of_settings().get(name)) is tuple:
                 _check_texts(value, name)
         check_seed(self.seed)
         if self.lora.rank and self.trainable:
