@@ -74,7 +74,7 @@ if TYPE_CHECKING:
         serving_of,
         to_hf_config,
     )
-    from meshwright.models.safetensors_read import DTYPES as TENSOR_DTYPES
+    from meshwright.models.safetensors_dtypes import DTYPES as TENSOR_DTYPES
     from meshwright.models.safetensors_read import INDEX as TENSOR_INDEX
     from meshwright.models.safetensors_read import SINGLE as TENSOR_FILE
     from meshwright.models.safetensors_read import (

@@ -13,17 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from meshwright.errors import MeshwrightError
 from meshwright.present import count
 
-DTYPES = {
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F16": np.dtype(np.float16),
-    "F32": np.dtype(np.float32),
-}
+_BYTES = {"BF16": 2, "F16": 2, "F32": 4}  # of a number; PyTorch reads headers without ml_dtypes
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LONGEST_HEADER = 100_000_000  # as in the safetensors library
@@ -98,6 +93,8 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
 
 def tensor_dtype(tensor: StoredTensor) -> np.dtype[Any]:
     """The NumPy dtype of a tensor."""
+    from meshwright.models.safetensors_dtypes import DTYPES
+
     if tensor.dtype not in DTYPES:
         raise MeshwrightError(
             f"tensor {tensor.name!r} in {tensor.file} is {tensor.dtype}; only "
@@ -146,7 +143,7 @@ def _entry(file: Path, name: str, entry: Any, data: int) -> StoredTensor:
             f"{file} has a broken header: tensor {name!r} has shape {shape} and lies at bytes "
             f"{first} to {last}"
         )
-    needed = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else last - first
+    needed = math.prod(shape) * _BYTES[dtype] if dtype in _BYTES else last - first
     if needed != last - first:
         raise MeshwrightError(
             f"{file} has a broken header: tensor {name!r} of {dtype} {shape} needs {needed:,} "

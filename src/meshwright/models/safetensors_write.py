@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.models.safetensors_read import DTYPES, INDEX, SINGLE
+from meshwright.models.safetensors_dtypes import DTYPES
+from meshwright.models.safetensors_read import INDEX, SINGLE
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 

@@ -25,7 +25,7 @@ from meshwright.hub import TOKENIZER
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.huggingface.arrays import HfArray, HfModel
 from meshwright.models.huggingface.fields import SPECIAL_TOKENS, read_hf_config
-from meshwright.models.safetensors_read import DTYPES
+from meshwright.models.safetensors_dtypes import DTYPES
 from meshwright.models.safetensors_write import (
     PlannedTensor,
     plan_files,
