@@ -26,7 +26,7 @@ def prove_serve(words: list[str], planned_on: Machine | str = "") -> None:
     """`words` are the command line without --serve; without --on it is for `planned_on`."""
     on, mesh = take(words, "--on") or planned_on, take(words, "--mesh")
     weights, kept = take(words, "--engine.weights"), take(words, "--engine.cache")
-    kept_dtype = take(words, "--dtype") or AUTO
+    wanted_dtype = take(words, "--dtype") or AUTO
     batch, seq = take_integer(words, "--batch", 1), take_integer(words, "--seq", 1)
     rows = take_integer(words, "--rows")
     most = 12 if rows is None else rows
@@ -55,14 +55,14 @@ def prove_serve(words: list[str], planned_on: Machine | str = "") -> None:
         raise MeshwrightError("an engine serves meshes of dp, tp and ep; leave fsdp and sp at 1")
     text = mesh_text({axis: axes[axis] for axis in (*STANDARD_AXES, "ep") if axis in axes})
     model = model_config(name)
-    dtype = default_dtype(kept_dtype, machine.chip.platform)
+    dtype = default_dtype(wanted_dtype, machine.chip.platform)
     with shown(f"{name} on {machine}, serving") as progress:
         proofs = prove_serving(
             ServedStep(text, batch, seq, weights, dtype, kept), model, machine,
             cache=not again, progress=progress,
         )  # fmt: skip
     config = TrainConfig(name, batch=batch, seq=seq)
-    config = with_settings(config, {"compute.dtype": kept_dtype})
+    config = with_settings(config, {"compute.dtype": wanted_dtype})
     workload = Workload(config, machine, model, EngineConfig())
     step = StepModel(workload, Choice.of(**axes, weights=weights, cache=kept))
     decode = proofs["decode"]

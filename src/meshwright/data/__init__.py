@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from meshwright.data.store import TokenStore, token_dtype
     from meshwright.data.text_stream import TextStream, added_text, decode_stream, last_character
     from meshwright.data.tokenizers import (
+        REPLACEMENT,
         ByteTokenizer,
         Tokenizer,
         added_tokens,
@@ -55,16 +56,16 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "EMBEDDED", "FIELDS", "FORMATS", "NO_TARGET", "OBJECTIVES", "WEIGHTS", "Base64Dtype",
-    "ByteTokenizer", "ChatTemplate", "EncoderDecoderObjective", "Encoding", "Fields", "Loader",
-    "LossOn", "Mixture", "Objective", "Packed", "PrefixLM", "Reading", "SpanCorruption",
-    "TextStream", "TokenStore", "Tokenizer", "Weigh", "added_text", "added_tokens",
-    "all_sequences_loader", "check_data", "decode_stream", "documents_page", "embedded_corpus",
-    "embedded_text", "held_out_loader", "last_character", "load_chat_template",
-    "load_tokenizer", "open_or_pack", "pack", "read_sequences", "sentinel_top",
-    "sequence_count", "sequence_table", "shown_documents", "special_tokens", "token_dtype",
-    "tokenizer_files", "tokenizer_folder", "tokenizer_from_json", "training_loader", "upgrade",
-    "with_sources",
+    "EMBEDDED", "FIELDS", "FORMATS", "NO_TARGET", "OBJECTIVES", "REPLACEMENT", "WEIGHTS",
+    "Base64Dtype", "ByteTokenizer", "ChatTemplate", "EncoderDecoderObjective", "Encoding",
+    "Fields", "Loader", "LossOn", "Mixture", "Objective", "Packed", "PrefixLM", "Reading",
+    "SpanCorruption", "TextStream", "TokenStore", "Tokenizer", "Weigh", "added_text",
+    "added_tokens", "all_sequences_loader", "check_data", "decode_stream", "documents_page",
+    "embedded_corpus", "embedded_text", "held_out_loader", "last_character",
+    "load_chat_template", "load_tokenizer", "open_or_pack", "pack", "read_sequences",
+    "sentinel_top", "sequence_count", "sequence_table", "shown_documents", "special_tokens",
+    "token_dtype", "tokenizer_files", "tokenizer_folder", "tokenizer_from_json",
+    "training_loader", "upgrade", "with_sources",
 ]  # fmt: skip
 
 import_when_used(__name__)

@@ -225,11 +225,10 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 def _with_reasoning(message: Message) -> Message:
     """The message with its reasoning under the names that templates read, as in transformers."""
-    known = (message.get(name) for name in _REASONING if isinstance(message, Mapping))
-    reasoning = next((text for text in known if text is not None), None)
-    if reasoning is None:
+    given = [message[name] for name in _REASONING if message.get(name) is not None]
+    if not given:
         return message
-    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return {"thinking": given[0], **message, "reasoning_content": given[0]}
 
 
 def _parts(text: str, separator: re.Pattern[str]) -> Iterator[tuple[str, str]]:

@@ -11,8 +11,8 @@ from meshwright.machines import Chip
 
 # ---- matmuls, of the peak in bfloat16
 
-# counted: of the peak in bfloat16, in float32, where GPUs multiply in TF32 (A100's and H100's data
-# sheets); TPUs round the inputs to bfloat16
+# counted: of the peak in bfloat16, what matmuls of float32 get. GPUs: TF32's dense peak (NVIDIA's
+# data sheets of A100 to B200); TPUs and CPUs: jax's default precision takes one pass
 FLOAT32 = {"gpu": 0.5}
 # compiled: cycle counts of large matmuls on v4, v5e and v5p are 1.05 to 1.14 times the roofline
 MATMUL_TPU = 0.90

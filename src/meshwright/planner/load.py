@@ -158,11 +158,13 @@ def deployments(
     def answer(one: Machine | Chip) -> Deployment | NoOffer:
         sizes = [one] if isinstance(one, Machine) else list(machine_sizes(one, MOST_CHIPS))
         name = str(one) if isinstance(one, Machine) else one.name
-        able = [machine for machine in sizes if _has_mesh(config, machine, limits)]
-        if not able:
+        fitting = [machine for machine in sizes if _has_mesh(config, machine, limits)]
+        if not fitting:
             return NoOffer(name, _no_mesh(config, sizes, limits))
         price = catalogue.prices.get(sizes[0].chip.name)
-        tried = [each for machine in able for each in _replicas(config, machine, limits, batches)]
+        tried = [
+            each for machine in fitting for each in _replicas(config, machine, limits, batches)
+        ]
         best, why = _cheapest([each for each in tried if isinstance(each, _Replica)], load, price)
         if best is not None:
             return best

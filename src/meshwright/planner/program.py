@@ -32,8 +32,6 @@ from meshwright.present import (
     table_text,
 )
 
-# of the peak in bfloat16, what matmuls of float32 get. GPUs: TF32's dense peak (NVIDIA's data
-# sheets of A100 to B200); TPUs and CPUs: jax's default precision takes one pass, and no fewer units
 COLLECTIVES_SHOWN = 20
 
 
@@ -59,11 +57,8 @@ class ProgramPlan:
     @property
     def mfu(self) -> float:
         """Of the chip's peak in bfloat16."""
-        return (
-            self.flops / (self.step_seconds * efficiency.peak(self.machine.chip))
-            if self.flops
-            else 0.0
-        )
+        peak = efficiency.peak(self.machine.chip)
+        return self.flops / (self.step_seconds * peak) if self.flops else 0.0
 
     @property
     def fits(self) -> bool:

@@ -83,10 +83,10 @@ def _with_rope(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> D
     rope = dataclasses.replace(config.rope, theta=theta, scaling=scaling)
     changed = _reaching(config, rope, seq)
     if architecture := unsaid(config, changed):
-        said = " ".join(f"{one}={changes[one]}" for one in given)
+        settings = " ".join(f"{one}={changes[one]}" for one in given)
         raise MeshwrightError(
-            f"override {said}: the config.json of {architecture} cannot say such rotary positions, "
-            f"so its weights could be neither read nor exported; {_what_is_said(config, seq)}"
+            f"override {settings}: the config.json of {architecture} cannot say such rotary "
+            f"positions, so its weights could be neither read nor exported; {_what_is_said(config, seq)}"
         )
     return changed
 

@@ -147,10 +147,11 @@ def _work(plan: Plan, estimate: Estimate, width: int) -> "list[RenderableType]":
         parts = flops_of_example(workload)
         example = sum(parts.values())
         if len(parts) > 1:
-            names = (f"{amount(abs(size), 'FLOP')} {name}" for name, size in parts.items())
-            signs = (" + " if size > 0 else " - " for size in parts.values())
-            terms = "".join(sign + name for sign, name in zip(signs, names, strict=True))
-            lines.append(f"an example: {terms.removeprefix(' + ')} = {amount(example, 'FLOP')}")
+            terms = " ".join(
+                f"{'-' if flops < 0 else '+'} {amount(abs(flops), 'FLOP')} {name}"
+                for name, flops in parts.items()
+            )
+            lines.append(f"an example: {terms.removeprefix('+ ')} = {amount(example, 'FLOP')}")
         lines.append(
             f"a device: {amount(example, 'FLOP')} × {workload.batch:,} sequences / "
             f"{count(estimate.choice.devices, 'device')} = {amount(estimate.flops, 'FLOP')}"

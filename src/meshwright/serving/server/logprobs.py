@@ -5,10 +5,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from meshwright.data import Tokenizer
+from meshwright.data import REPLACEMENT, Tokenizer
 from meshwright.serving.request import TokenLogprobs
 
-_CUT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_CHARACTER = 4  # tokens
 
 
@@ -106,7 +105,7 @@ class TokenTexts:
 
         def text(token: int) -> str | None:
             added = decode([*before, token])[known:]
-            return None if _CUT in added else added
+            return None if REPLACEMENT in added else added
 
         self.decode = decode
         self.of = functools.lru_cache(maxsize=65536)(text)
@@ -136,7 +135,7 @@ class TextOffsets:
         self._part.append(token)
         text = self._texts.decode(self._part)
         self._first &= not (text or own)
-        if not text.endswith(_CUT) or len(self._part) > _LONGEST_CHARACTER:
+        if not text.endswith(REPLACEMENT) or len(self._part) > _LONGEST_CHARACTER:
             self._next += len(text)
             self._part = []
         return begin

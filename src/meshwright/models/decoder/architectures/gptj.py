@@ -12,8 +12,8 @@ from meshwright.ops import Rope
 
 
 def _rope(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
-    said, head_dim = fields.get("rotary_dim", 64), ours["head_dim"]
-    dims = whole({"rotary_dim": said}, "rotary_dim", where)
+    head_dim = ours["head_dim"]
+    dims = whole({"rotary_dim": fields.get("rotary_dim", 64)}, "rotary_dim", where)
     if dims > head_dim:
         default = "" if "rotary_dim" in fields else ", as it is where config.json does not say it,"
         raise MeshwrightError(
