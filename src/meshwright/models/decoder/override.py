@@ -86,7 +86,8 @@ def _with_rope(config: DecoderConfig, changes: Mapping[str, str], seq: int) -> D
         settings = " ".join(f"{one}={changes[one]}" for one in given)
         raise MeshwrightError(
             f"override {settings}: the config.json of {architecture} cannot say such rotary "
-            f"positions, so its weights could be neither read nor exported; {_what_is_said(config, seq)}"
+            "positions, so its weights could be neither read nor exported; "
+            f"{_what_is_said(config, seq)}"
         )
     return changed
 
