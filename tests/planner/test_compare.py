@@ -22,9 +22,9 @@ from meshwright.planner import (
     batch_for,
     compare,
     constraints_of,
-    curve,
     machines_named,
     plan_config,
+    planned_sizes,
     sequences,
     without_price,
 )
@@ -375,9 +375,9 @@ def test_an_automatic_batch_does_not_depend_on_what_is_trained(frozen: dict[str,
 
 def test_a_curve_has_the_machine_and_its_neighbours() -> None:
     machine = Machine.parse("h100:8")
-    points = curve(SMALL, machine, constraints_of(SMALL))
-    assert [one.num_chips for one, _, _ in points] == [2, 4, 8, 16, 32]
-    rate, step = points[2][1], best_step(SMALL, machine)
+    sizes = planned_sizes(SMALL, machine, constraints_of(SMALL))
+    assert [one.machine.num_chips for one in sizes] == [2, 4, 8, 16, 32]
+    rate, step = sizes[2].tokens_per_second, best_step(SMALL, machine)
     assert rate == pytest.approx(64 * 2048 / (step or 1))
 
 

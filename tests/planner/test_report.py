@@ -27,7 +27,7 @@ from meshwright.meshes import mesh as build_mesh
 from meshwright.models import preset
 from meshwright.models.decoder import PRESETS
 from meshwright.ops.rope import LinearScaling, Rope, YarnScaling
-from meshwright.planner import Run, compare, constraints_of, curve, planned_sizes
+from meshwright.planner import Run, compare, constraints_of, planned_sizes
 from meshwright.planner.report import (
     comparison_page,
     explain,
@@ -578,12 +578,12 @@ def test_the_page_needs_nothing_from_outside() -> None:
 def test_the_page_copies_commands_and_slides_to_other_sizes() -> None:
     machine = Machine.parse("h100:8")
     config = TrainConfig("tiny", batch=32, seq=128)
-    found = planned_sizes(config, machine, constraints_of(config))
+    found = planned_sizes(config, machine, constraints_of(config), of_batch=(0.25, 0.5, 1, 2, 4))
     assert {one.machine.num_chips for one in found} == {2, 4, 8, 16, 32}
     assert {one.batch for one in found} == {8, 16, 32, 64, 128}
     own = [one for one in found if one.batch == 32]
-    curved = curve(config, machine, constraints_of(config))
-    assert [(one.machine, one.tokens_per_second) for one in own] == [one[:2] for one in curved]
+    curved = planned_sizes(config, machine, constraints_of(config))
+    assert own == curved
     text = page(made_plan(), sizes=found)
     assert 'id="sizeBatch" type="range"' in text
     assert "navigator.clipboard.writeText" in text
@@ -594,7 +594,7 @@ def test_a_page_of_machines_compared_has_every_reason_and_needs_nothing_from_out
     config = TrainConfig("tiny", batch=64, seq=128)
     machines = [Machine.parse("h100:8"), Machine.parse("v5e:2x4")]
     found = compare(config, [*machines, Machine.parse("l4:1")], Run(1e9, within=600.0))
-    text = comparison_page(found, curve(config, machines[0], constraints_of(config)))
+    text = comparison_page(found, planned_sizes(config, machines[0], constraints_of(config)))
     for one in found.offers:
         assert str(one.machine) in text
         assert html.escape(one.estimate.reason) in text

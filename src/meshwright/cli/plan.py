@@ -95,6 +95,7 @@ _NOT_OF_LOADS = (
     "--seq", "--rank-by", "--cost-per-hour", *_OF_RUNS, "--like", "--imbalance", "--batch-tokens",
     "--engine.max-adapters", "--engine.max-adapter-rank",
 )  # fmt: skip
+_PAGE_BATCHES = (0.25, 0.5, 1, 2, 4)  # of the batch, to which a page slides
 LENGTH = 8192  # of sequences, where none is given
 _SIZES = {"batch": "--batch 256", "seq": "--seq 4096"}  # examples of what serving needs
 
@@ -118,11 +119,11 @@ def plan_command(arguments: Sequence[str]) -> None:
     catalogue = Catalogue() if file is None else read_catalogue(file)
     on = take(words, "--on")
     if on is None:
-        sizes = list(_SIZES.values()) if "--serve" in words else []
+        needed = list(_SIZES.values()) if "--serve" in words else []
         if "--requests" in words:
-            sizes = ["--serve", "--prompt 1000", "--output 200"]
-        sizes = [size for size in sizes if size.split()[0] not in words]
-        _missing(words, ["--on v5p:4x4x4 (or h100:8, here …)", *sizes])
+            needed = ["--serve", "--prompt 1000", "--output 200"]
+        needed = [flag for flag in needed if flag.split()[0] not in words]
+        _missing(words, ["--on v5p:4x4x4 (or h100:8, here …)", *needed])
     assert on is not None
     names = [name.strip() for name in on.split(",")]
     requests = _read(words, "--requests", _positive)
@@ -141,8 +142,8 @@ def plan_command(arguments: Sequence[str]) -> None:
         if shown is not None:
             raise MeshwrightError("--explain is of one machine with a size")
         _check_refused(refused)
-        comparison, points = _compare(words, names, catalogue, run, curves)
-        _print_compared(comparison, points, as_json=as_json, html=html, top=top)
+        comparison, sizes = _compare(words, names, catalogue, run, curves)
+        _print_compared(comparison, sizes, as_json=as_json, html=html, top=top)
         return
     of_all = {"--curve": curves, "--refused": refused, "--top": top, "--html": html}
     for flag in (flag for flag, given in of_all.items() if shown is not None and given):
@@ -161,13 +162,14 @@ def plan_command(arguments: Sequence[str]) -> None:
     )
 
     mesh = None if shown is None else find_mesh(ranking, shown)
-    points = _curve(ranking, limits) if curves else []
+    sizes = _sizes(ranking, limits, (1,) if html is None else _PAGE_BATCHES) if curves else []
     if html is not None:
-        others = _sizes(ranking, limits) if curves else []
-        _write(html, page(ranking, points, others), as_json)
+        _write(html, page(ranking, sizes), as_json)
     if as_json:
         data = plan_data(ranking) if mesh is None else found_data(ranking, mesh)
-        print(json.dumps(data | ({"curve": curve_data(points)} if curves else {})))
+        if curves:
+            data["curve"] = curve_data([one for one in sizes if one.batch == ranking.config.batch])
+        print(json.dumps(data))
     if as_json or html is not None:
         return
     console = Console()
@@ -175,10 +177,10 @@ def plan_command(arguments: Sequence[str]) -> None:
         console.print(explain(ranking, mesh, console.width))
     else:
         console.print(report(ranking, console.width, top=top or 8, refused=refused))
-        if points:
+        if sizes:
             from meshwright.planner.report import curve_lines
 
-            console.print("", *curve_lines(points, console.width), sep="\n")
+            console.print("", *curve_lines(sizes, console.width), sep="\n")
 
 
 def _given(words: list[str], flags: Sequence[str]) -> list[str]:
@@ -291,7 +293,7 @@ def _compare(
     catalogue: Catalogue,
     run: "Run | None",
     curves: bool,
-) -> "tuple[Comparison, list[tuple[Machine, float, float]] | None]":
+) -> "tuple[Comparison, list[Size]]":
     """Machines compared, and how the best scales."""
     if run is None and "--serve" in words:
         raise MeshwrightError(
@@ -307,7 +309,13 @@ def _compare(
         raise MeshwrightError(f"{flag} is of one machine with a size, as in --on h100:8")
     limits, stack = take(words, "--mesh"), take(words, "--like") or ""
     config, named = _config(words, run, "train")
-    from meshwright.planner import compare, constraints_of, curve, machines_named, without_price
+    from meshwright.planner import (
+        compare,
+        constraints_of,
+        machines_named,
+        planned_sizes,
+        without_price,
+    )
 
     allowed = constraints_of(config, named, limits)
     machines = machines_named(names, catalogue)
@@ -316,12 +324,12 @@ def _compare(
         unpriced=without_price(names, catalogue),
     )
     best = comparison.best.machine
-    return comparison, curve(config, best, allowed, like=stack) if curves else None
+    return comparison, planned_sizes(config, best, allowed, like=stack) if curves else []
 
 
 def _print_compared(
     found: "Comparison",
-    points: list[tuple[Machine, float, float]] | None,
+    sizes: "list[Size]",
     *,
     as_json: bool,
     html: str | None,
@@ -330,12 +338,12 @@ def _print_compared(
     from meshwright.planner.report import comparison_data, comparison_page, comparison_report
 
     if html is not None:
-        _write(html, comparison_page(found, points), as_json)
+        _write(html, comparison_page(found, sizes), as_json)
     if as_json:
-        print(json.dumps(comparison_data(found, points)))
+        print(json.dumps(comparison_data(found, sizes)))
     elif html is None:
         console = Console()
-        console.print(comparison_report(found, console.width, points, top=top))
+        console.print(comparison_report(found, console.width, sizes, top=top))
 
 
 def _write(file: str, html: str, as_json: bool) -> None:
@@ -402,24 +410,13 @@ def _progress(machines: int) -> Callable[[int], None]:
     return done
 
 
-def _curve(ranking: "Plan", limits: "Constraints") -> list[tuple[Machine, float, float]]:
-    if ranking.workload.kind == "serve":
-        return []
-    from meshwright.planner import curve
-
-    return curve(
-        ranking.config, ranking.machine, limits, ranking.model, ranking.like, ranking.imbalance
-    )
-
-
-def _sizes(ranking: "Plan", limits: "Constraints") -> "list[Size]":
-    if ranking.workload.kind == "serve":
-        return []
+def _sizes(ranking: "Plan", limits: "Constraints", of_batch: Sequence[float]) -> "list[Size]":
     from meshwright.planner import planned_sizes
 
     return planned_sizes(
-        ranking.config, ranking.machine, limits, ranking.model, ranking.like, ranking.imbalance
-    )
+        ranking.config, ranking.machine, limits, ranking.model, ranking.like, ranking.imbalance,
+        of_batch=of_batch,
+    )  # fmt: skip
 
 
 def _ranking(

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         Run,
         Size,
         compare,
-        curve,
         machines_named,
         planned_sizes,
         without_price,
@@ -35,7 +34,7 @@ __all__ = [
     "Choice", "Collective", "Comparison", "Constraints", "Deployment", "Deployments", "Estimate",
     "Load", "LongRun", "Memory", "Offer", "Plan", "ProgramPlan", "Refusal", "Run", "Size",
     "StepModel", "Workload", "apply", "batch_for", "check_kind", "compare", "constraints_of",
-    "curve", "deployments", "in_stages", "machines_named", "memory", "over", "place_axes", "plan",
+    "deployments", "in_stages", "machines_named", "memory", "over", "place_axes", "plan",
     "plan_config", "plan_partitioned", "planned", "planned_sizes", "planned_to_serve", "sequences",
     "staged", "without_price",
 ]  # fmt: skip

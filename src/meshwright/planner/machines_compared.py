@@ -182,19 +182,6 @@ class Size:
     tokens_per_second: float
 
 
-def curve(
-    config: TrainConfig,
-    machine: Machine,
-    limits: Constraints,
-    model: Any = None,
-    like: str = "",
-    imbalance: float = 1.0,
-) -> list[tuple[Machine, float, float]]:
-    """Tokens/s and MFU of the fastest mesh, on a quarter to four times as many chips."""
-    sizes = _sizes([config], machine, limits, model, like, imbalance)
-    return [(size.machine, size.tokens_per_second, size.estimate.mfu) for size in sizes]
-
-
 def planned_sizes(
     config: TrainConfig,
     machine: Machine,
@@ -202,21 +189,12 @@ def planned_sizes(
     model: Any = None,
     like: str = "",
     imbalance: float = 1.0,
+    *,
+    of_batch: Sequence[float] = (1,),
 ) -> list[Size]:
-    """The fastest mesh on a quarter to four times as many chips, with such batches too."""
-    batches = {round(config.batch * factor) for factor in (0.25, 0.5, 1, 2, 4)} - {0}
+    """The fastest mesh on a quarter to four times as many chips, with these parts of the batch."""
+    batches = {round(config.batch * part) for part in of_batch} - {0}
     configs = [dataclasses.replace(config, batch=batch) for batch in sorted(batches)]
-    return _sizes(configs, machine, limits, model, like, imbalance)
-
-
-def _sizes(
-    configs: Sequence[TrainConfig],
-    machine: Machine,
-    limits: Constraints,
-    model: Any,
-    like: str,
-    imbalance: float,
-) -> list[Size]:
     chips = machine.num_chips
     others = [one for one in machine_sizes(machine.chip, 4 * chips) if one.num_chips != chips]
     machines = sorted([machine, *others], key=lambda one: one.num_chips)

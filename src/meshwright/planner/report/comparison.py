@@ -2,13 +2,13 @@
 
 import math
 import shlex
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.machines import Machine
 from meshwright.planner.goodput import LongRun
-from meshwright.planner.machines_compared import Comparison, Offer
+from meshwright.planner.machines_compared import Comparison, Offer, Size
 from meshwright.planner.report.phrases import derivation, folded, short_mesh, unpriced_note
 from meshwright.planner.workload import CHOSEN
 from meshwright.present import (
@@ -28,12 +28,10 @@ from meshwright.training import TrainConfig, settings_flags, with_settings
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
-Curve = list[tuple[Machine, float, float]]
-"""Machines, their tokens/s and MFU."""
 BAR = 24  # characters
 
 
-def comparison_page(found: Comparison, points: Curve | None = None) -> str:
+def comparison_page(found: Comparison, sizes: Sequence[Size] = ()) -> str:
     """The same as one HTML page, with every reason in full; it needs nothing from outside."""
     asked = f"{amount(found.run.tokens)} tokens{_limits(found)}"
     return render(
@@ -46,16 +44,18 @@ def comparison_page(found: Comparison, points: Curve | None = None) -> str:
         refused=[(one.name, one.why) for one in found.refused],
         notes=_notes(found),
         why=why(found),
-        curve=curve_cells(points or []),
+        curve=curve_cells(sizes),
     )
 
 
-def curve_cells(points: Curve) -> list[tuple[str, str, str, str, float]]:
+def curve_cells(sizes: Sequence[Size]) -> list[tuple[str, str, str, str, float]]:
     """Machine, chips, tokens/s and MFU in words, and MFU as a number, for pages."""
-    return [
-        (str(machine), f"{machine.num_chips:,}", amount(rate), percent(mfu), round(mfu, 4))
-        for machine, rate, mfu in points
-    ]
+    return [(*_in_words(one), round(one.estimate.mfu, 4)) for one in sizes]
+
+
+def _in_words(one: Size) -> tuple[str, str, str, str]:
+    chips, rate = f"{one.machine.num_chips:,}", amount(one.tokens_per_second)
+    return str(one.machine), chips, rate, percent(one.estimate.mfu)
 
 
 def _heading(found: Comparison) -> str:
@@ -97,7 +97,7 @@ _COLUMNS = [
 
 
 def comparison_report(
-    found: Comparison, width: int = 120, points: Curve | None = None, *, top: int | None = None
+    found: Comparison, width: int = 120, sizes: Sequence[Size] = (), *, top: int | None = None
 ) -> "Group":
     """One line for each machine, the best first; then how the best scales, and what to type."""
     from rich.console import Group
@@ -117,8 +117,8 @@ def comparison_report(
         parts += [paragraph(f"{one.name}: {one.why}", width, hanging=4) for one in found.refused]
     if notes := _notes(found):
         parts += [Text(""), *(paragraph(note, width, 0, hanging=2) for note in notes)]
-    if points:
-        parts += [Text(""), *curve_lines(points, width)]
+    if sizes:
+        parts += [Text(""), *curve_lines(sizes, width)]
     best = found.best
     parts += [Text(""), paragraph(why(found), width, 0, hanging=2), Text("")]
     parts += [Text("next", style="bold"), Text(folded(_command(found, best), width), no_wrap=True)]
@@ -159,21 +159,10 @@ def why(found: Comparison) -> str:
     return derivation(steps, chips, cost, best.price, best.estimate.reason)
 
 
-def curve_lines(points: Curve, width: int) -> "list[RenderableType]":
+def curve_lines(sizes: Sequence[Size], width: int) -> "list[RenderableType]":
     """Tokens/s and MFU against chips."""
-    most = max(mfu for _, _, mfu in points)
-    rows = [
-        Row(
-            [
-                str(machine),
-                f"{machine.num_chips:,}",
-                amount(rate),
-                percent(mfu),
-                bar(mfu / most, BAR),
-            ]
-        )
-        for machine, rate, mfu in points
-    ]
+    most = max(one.estimate.mfu for one in sizes)
+    rows = [Row([*_in_words(one), bar(one.estimate.mfu / most, BAR)]) for one in sizes]
     columns = [
         Column("scaling", right=False), Column("chips"), Column("tokens/s"), Column("MFU"),
         Column("", right=False, style="cyan", importance=1),
@@ -218,7 +207,7 @@ def _quantity(number: float) -> str:
     return f"{Decimal(repr(number)):f}"
 
 
-def comparison_data(found: Comparison, points: Curve | None = None) -> dict[str, Any]:
+def comparison_data(found: Comparison, sizes: Sequence[Size] = ()) -> dict[str, Any]:
     """Plain data: what is asked, each machine with its numbers, and those that cannot do it."""
     run = found.run
     return {
@@ -234,15 +223,20 @@ def comparison_data(found: Comparison, points: Curve | None = None) -> dict[str,
         "machines": [_offer_data(one) for one in found.offers],
         "refused": [{"machine": one.name, "why": one.why} for one in found.refused],
         "unpriced": list(found.unpriced),
-        "curve": curve_data(points or []),
+        "curve": curve_data(sizes),
     }
 
 
-def curve_data(points: Curve) -> list[dict[str, Any]]:
+def curve_data(sizes: Sequence[Size]) -> list[dict[str, Any]]:
     """Each number of chips with what it reaches."""
     return [
-        {"machine": str(one), "chips": one.num_chips, "tokens_per_second": rate, "mfu": mfu}
-        for one, rate, mfu in points
+        {
+            "machine": str(one.machine),
+            "chips": one.machine.num_chips,
+            "tokens_per_second": one.tokens_per_second,
+            "mfu": one.estimate.mfu,
+        }
+        for one in sizes
     ]
 
 

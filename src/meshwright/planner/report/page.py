@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.meshes import mesh as build_mesh
 from meshwright.planner.machines_compared import Size
 from meshwright.planner.report import rates
-from meshwright.planner.report.comparison import Curve, curve_cells
+from meshwright.planner.report.comparison import curve_cells
 from meshwright.planner.report.phrases import group_headings, next_commands, settings, short_mesh
 from meshwright.planner.result import Estimate, Plan
 from meshwright.planner.step import StepModel
@@ -28,10 +28,10 @@ DETAILED = 40  # meshes whose every transfer is on the page; the others' are sum
 PLACED = 8  # meshes that are drawn on the machine: each lists all its devices
 
 
-def page(plan: Plan, points: Curve | None = None, sizes: Sequence[Size] = ()) -> str:
+def page(plan: Plan, sizes: Sequence[Size] = ()) -> str:
     """The page's HTML; it needs nothing from outside.
 
-    `points`: how tokens/s and MFU scale; `sizes`: other numbers of chips and batches, to slide to.
+    `sizes`: other numbers of chips and batches, to slide to; those of the plan's batch are drawn.
     """
     workload = plan.workload
     title = f"{workload.config.model or 'a model'} on {plan.machine}"
@@ -43,7 +43,7 @@ def page(plan: Plan, points: Curve | None = None, sizes: Sequence[Size] = ()) ->
         title=title,
         data=page_data(plan) | {"sizes": [_size(one) for one in sizes]},
         data_sizes=bool(sizes),
-        curve=curve_cells(points or []),
+        curve=curve_cells([one for one in sizes if one.batch == plan.config.batch]),
         about=" · ".join(["serving" if workload.engine else optimizer, *about]),
         summary=_summary(plan),
         warnings=plan.warnings,
