@@ -2,18 +2,24 @@
 
     python benchmarks/expert_step.py              # prints the tables
     python benchmarks/expert_step.py --write      # and puts them into RESULTS.md
+    python benchmarks/expert_step.py --model mixtral-8x7b --layers 2 --sides kernels,ours,fp8
     python benchmarks/expert_step.py --sides ours --profile /tmp/profile
 
 The model is a stack of layers of qwen3-30b-a3b (128 experts, 8 for a token, 2048 → 768) with random
 weights, 4 sequences of 4,096 tokens. `ours` runs the step of the settings that `meshwright train`
 reads from the same flags: AdamW with float32 master weights, bfloat16 matmuls. Its sequences have
 segment ids, as all that `train` packs, which the peer's have not; `without documents` has none
-either; `bfloat16 moments` keeps AdamW's moments in bfloat16, as the peer does. The peer is
+either; `bfloat16 moments` keeps AdamW's moments in bfloat16, as the peer does; `fp8` multiplies in
+fp8, the experts too. With `--model mixtral-8x7b` the layers are of that model (8 experts, 2 for a
+token, 4096 → 14336), which the peer is not. The peer is
 transformers' Qwen3MoeForCausalLM with SDPA, torch._grouped_mm for the experts, torch.compile and
 fused AdamW, its weights and moments in bfloat16: in float32 it multiplies the experts one by one.
 FLOPs are those of the experts that tokens choose. `kernels` multiplies 131,072 rows with gate, up
-and down alone, forward, and forward and backward, in groups of even and uneven sizes; `tokamax` is
-its ragged_dot for Hopper GPUs with tiles of 128 × 192 × 64. Each side runs in its own process.
+and down alone, forward, and forward and backward, in groups of even and uneven sizes; in fp8 with
+all that this takes (largest numbers, casts, transposes). The errors of fp8 are relative ones of a
+product and its gradients against float32 products of the same rounded operands, also of groups of
+no rows and of one tile. `tokamax` is its ragged_dot for Hopper GPUs with tiles of 128 × 192 × 64.
+Each side runs in its own process.
 """
 
 import argparse
@@ -34,13 +40,23 @@ from train_step import step_time
 
 SHAPE = (4, 4096)
 EXPERTS, PER_TOKEN, EMBED, MLP = 128, 8, 2048, 768
+MODELS = {
+    "qwen3-30b-a3b": (EXPERTS, PER_TOKEN, EMBED, MLP),
+    "olmoe-1b-7b": (64, 8, 2048, 1024),
+    "qwen3-235b-a22b": (128, 8, 4096, 1536),
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+}
 LIMIT = 1.3  # of the peer
+PEER = (
+    "The peer is transformers with torch._grouped_mm and torch.compile, its weights and moments in "
+    "bfloat16. Ours masks documents, as `train` does; the peer has none. "
+)
 LEAST = 430  # TFLOP/s of the kernels, forward and backward, uneven groups
 
 
 def ours(options: argparse.Namespace, plain: bool = False) -> dict[str, Any]:
     train_step.SHAPES["experts"] = SHAPE
-    options.words = ("qwen3-30b-a3b", "--override", f"layers={options.layers}")
+    options.words = (options.model, "--override", f"layers={options.layers}")
     options.documents, options.plain = 1, plain
     return train_step.ours("experts", options)
 
@@ -51,6 +67,11 @@ def without_documents(options: argparse.Namespace) -> dict[str, Any]:
 
 def with_bfloat16_moments(options: argparse.Namespace) -> dict[str, Any]:
     options.flags += " --optimizer.moments bfloat16"
+    return ours(options)
+
+
+def in_fp8(options: argparse.Namespace) -> dict[str, Any]:
+    options.flags += " --compute.matmul fp8"
     return ours(options)
 
 
@@ -102,30 +123,34 @@ def kernels(options: argparse.Namespace) -> dict[str, Any]:
 
     from meshwright.ops import group_alignment, grouped_matmul
 
-    rows = SHAPE[0] * SHAPE[1] * PER_TOKEN
-    alignment, why = group_alignment(jnp.bfloat16, EMBED, MLP)
-    ways = {"ours": (functools.partial(grouped_matmul, alignment=alignment), alignment)}
+    experts, per_token, embed, mlp_size = MODELS[options.model]
+    rows = SHAPE[0] * SHAPE[1] * per_token
+    alignment, why = group_alignment(jnp.bfloat16, embed, mlp_size)
+    ways = {
+        "ours": (functools.partial(grouped_matmul, alignment=alignment), alignment),
+        "ours, fp8": (functools.partial(fp8_matmul, alignment=alignment), alignment),
+    }
     if options.tokamax:
         ways["tokamax"] = (tokamax_matmul(), 1)
-    flops = 3 * 2 * rows * EMBED * MLP
-    found: dict[str, Any] = {"why": why}
+    flops = 3 * 2 * rows * embed * mlp_size
+    found: dict[str, Any] = {"why": why, "errors": fp8_errors()}
     for groups in ("even", "uneven"):
-        share = np.ones(EXPERTS) if groups == "even" else np.arange(1, EXPERTS + 1) ** -0.3
+        share = np.ones(experts) if groups == "even" else np.arange(1, experts + 1) ** -0.3
         sizes = np.random.default_rng(0).multinomial(rows, share / share.sum())
         for name, (multiply, align) in ways.items():
             aligned = -(-sizes // align) * align
-            total = -(-(rows + (align - 1) * EXPERTS) // align) * align
+            total = -(-(rows + (align - 1) * experts) // align) * align
             starts = np.cumsum(aligned) - aligned
             real = np.zeros((total, 1), bool)
             for start, size in zip(starts, sizes, strict=True):
                 real[start : start + size] = True
             keys = jax.random.split(jax.random.key(0), 4)
-            x = jnp.where(real, jax.random.normal(keys[0], (total, EMBED), jnp.bfloat16), 0)
+            x = jnp.where(real, jax.random.normal(keys[0], (total, embed), jnp.bfloat16), 0)
             gate, up = (
-                0.02 * jax.random.normal(key, (EXPERTS, EMBED, MLP), jnp.bfloat16)
+                0.02 * jax.random.normal(key, (experts, embed, mlp_size), jnp.bfloat16)
                 for key in keys[1:3]
             )
-            down = 0.02 * jax.random.normal(keys[3], (EXPERTS, MLP, EMBED), jnp.bfloat16)
+            down = 0.02 * jax.random.normal(keys[3], (experts, mlp_size, embed), jnp.bfloat16)
 
             def mlp(x: Any, gate: Any, up: Any, down: Any, sizes: Any, multiply: Any = multiply):
                 hidden = multiply(x, gate, sizes) * multiply(x, up, sizes)
@@ -140,6 +165,64 @@ def kernels(options: argparse.Namespace) -> dict[str, Any]:
                 seconds = timed(jax.jit(function), arrays)
                 found[f"{name} {groups} {passes}"] = times * flops / seconds / 1e12
     return found
+
+
+def fp8_matmul(x: Any, weights: Any, sizes: Any, alignment: int) -> Any:
+    from meshwright.ops.fp8 import Fp8Weight, scale_of
+    from meshwright.ops.grouped import fp8_groups, grouped_matmul
+
+    groups = fp8_groups(Fp8Weight(weights, scale_of(weights)), lambda array: array)
+    return grouped_matmul(x, groups, sizes, alignment)
+
+
+def fp8_errors() -> dict[str, float]:
+    """Of a product and its gradients, of groups of no rows, of one tile and of more."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from meshwright.ops.fp8 import E4M3, E5M2, once, power_of_two, quantized
+
+    sizes = np.array([0, 128, 128, 640, 0, 256, 128, 0], np.int32)
+    total, inputs, outputs = int(sizes.sum()), 384, 512
+    groups = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
+    keys = jax.random.split(jax.random.key(4), 3)
+    x = jax.random.normal(keys[0], (total, inputs), jnp.bfloat16)
+    g = jax.random.normal(keys[1], (total, outputs), jnp.bfloat16) * 1e-3
+    weights = 0.02 * jax.random.normal(keys[2], (len(sizes), inputs, outputs), jnp.bfloat16)
+    of_none = jnp.full((256, inputs), jnp.nan, x.dtype), jnp.full((256, outputs), jnp.nan, g.dtype)
+
+    @jax.jit
+    def run(x: Any, weights: Any, g: Any, sizes: Any) -> Any:
+        y, pull = jax.vjp(lambda x, w: fp8_matmul(x, w, sizes, 128), x, weights)
+        dx, dw = pull(g)
+        return y[:total], dx[:total], dw
+
+    @jax.jit
+    def exact(x: Any, weights: Any, g: Any) -> Any:
+        def rounded(array: Any, dtype: Any) -> Any:
+            scale = power_of_two(jnp.max(jnp.abs(array)), dtype)
+            # held apart: XLA would leave out that a number is rounded and converted back
+            return once(quantized(array, scale, dtype)).astype(jnp.float32) * scale
+
+        x, w, g = rounded(x, E4M3), rounded(weights, E4M3), rounded(g, E5M2)
+        of_group = jax.nn.one_hot(groups, len(sizes), dtype=jnp.float32)
+        with jax.default_matmul_precision("highest"):
+            y = jnp.einsum("ri,rg,gio->ro", x, of_group, w)
+            return (
+                y,
+                jnp.einsum("ro,rg,gio->ri", g, of_group, w),
+                jnp.einsum("ri,rg,ro->gio", x, of_group, g),
+            )
+
+    arrays = (jnp.concatenate([one, none]) for one, none in zip((x, g), of_none, strict=True))
+    padded_x, padded_g = arrays
+    found = run(padded_x, weights, padded_g, jnp.asarray(sizes))
+    errors = {}
+    for name, ours, right in zip(["y", "dx", "dw"], found, exact(x, weights, g), strict=True):
+        difference = ours.astype(jnp.float32) - right
+        errors[name] = float(jnp.linalg.norm(difference) / jnp.linalg.norm(right))
+    return errors
 
 
 def timed(function: Any, arrays: Any) -> float:
@@ -183,6 +266,7 @@ SIDES = {
     "ours": ours,
     "without documents": without_documents,
     "bfloat16 moments": with_bfloat16_moments,
+    "fp8": in_fp8,
     "peer": peer,
 }
 
@@ -203,6 +287,7 @@ def run_side(side: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sides", default=",".join(SIDES))
+    parser.add_argument("--model", default="qwen3-30b-a3b", choices=list(MODELS))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--flags", default="")
@@ -233,7 +318,7 @@ def missed(found: dict[str, dict[str, Any]]) -> list[str]:
         for side, result in found.items()
         if "seconds" in result
     }
-    for side in sorted(medians.keys() - {"peer"}):
+    for side in sorted(medians.keys() - {"peer", "fp8"}):
         if {side, "peer"} <= medians.keys() and medians["peer"] / medians[side] < LIMIT:
             ratio = medians["peer"] / medians[side]
             misses.append(f"missed: {side}, {ratio:.2f} of the peer's speed, {LIMIT} asked")
@@ -253,14 +338,15 @@ def tables(
         for side, result in steps.items()
         if "seconds" in result
     }
+    base = "peer" if "peer" in medians else "ours"
     lines = [
-        "| side | step | tokens/s | TFLOP/s | of the peer | memory | compile | versions |",
+        f"| side | step | tokens/s | TFLOP/s | of {base} | memory | compile | versions |",
         "|---|---|---|---|---|---|---|---|",
     ]
     flops = max((result.get("flops", 0.0) for result in steps.values()), default=0.0)
     for side, seconds in medians.items():
         result = steps[side]
-        ratio = medians["peer"] / seconds if "peer" in medians else float("nan")
+        ratio = medians[base] / seconds if base in medians else float("nan")
         lines.append(
             f"| {side} | {seconds * 1e3:.1f} ms | {SHAPE[0] * SHAPE[1] / seconds:,.0f} | "
             f"{flops / seconds / 1e12:.0f} | {ratio:.2f} | {result['peak_bytes'] / 2**30:.1f} GiB "
@@ -268,26 +354,32 @@ def tables(
         )
     lines += [f"{side}: {result['failed']}" for side, result in steps.items() if "failed" in result]
     intro = (
-        f"{options.layers} layers of qwen3-30b-a3b, {SHAPE[0]} × {SHAPE[1]:,} tokens; {where} The "
-        "peer is transformers with torch._grouped_mm and torch.compile, its weights and moments in "
-        "bfloat16; ours has float32 master weights, and float32 moments unless a row says "
-        "otherwise. Ours masks documents, as `train` does; the peer has none. FLOPs of the experts "
-        "that tokens choose."
+        f"{options.layers} layers of {options.model}, {SHAPE[0]} × {SHAPE[1]:,} tokens; {where} "
+        + PEER * (base == "peer")
+        + "Ours has float32 master weights, and float32 moments unless a row says otherwise. FLOPs "
+        "of the experts that tokens choose."
     )
-    made = [("Mixture of experts: a step on one GPU", intro, lines)] if steps else []
+    of_model = "" if options.model == "qwen3-30b-a3b" else f", {options.model}"
+    made = [(f"Mixture of experts: a step on one GPU{of_model}", intro, lines)] if steps else []
     if "kernels" not in found:
         return made
-    lines = ["| kernel | groups | forward | forward and backward |", "|---|---|---|---|"]
-    for name in ("ours", "tokamax"):
+    lines = [
+        "| kernel | groups | forward | forward and backward | error |",
+        "|---|---|---|---|---|",
+    ]
+    for name in ("ours", "ours, fp8", "tokamax"):
         for groups in ("even", "uneven"):
             rates = [found["kernels"].get(f"{name} {groups} {p}") for p in ("forward", "both")]
             if None not in rates:
                 lines.append(f"| {name} | {groups} | {rates[0]:.0f} | {rates[1]:.0f} |")
+    errors = ", ".join(f"{name} {e:.1e}" for name, e in found["kernels"]["errors"].items())
+    lines += ["", f"Relative errors of fp8 against the same rounded operands: {errors}."]
+    experts, per_token, embed, mlp = MODELS[options.model]
     intro = (
-        f"TFLOP/s of gate, up and down: {SHAPE[0] * SHAPE[1] * PER_TOKEN:,} rows, {EXPERTS} "
-        f"experts, {EMBED} → {MLP}, bfloat16; {where} tokamax 0.0.17 with tiles of 128 × 192 × 64."
+        f"TFLOP/s of gate, up and down: {SHAPE[0] * SHAPE[1] * per_token:,} rows, {experts} "
+        f"experts, {embed} → {mlp}, bfloat16; {where} tokamax 0.0.17 with tiles of 128 × 192 × 64."
     )
-    return [*made, ("Grouped matmuls of experts on one GPU", intro, lines)]
+    return [*made, (f"Grouped matmuls of experts on one GPU{of_model}", intro, lines)]
 
 
 if __name__ == "__main__":

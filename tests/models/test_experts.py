@@ -101,6 +101,19 @@ def test_remat_unrolling_and_sequence_parallelism_change_nothing(
     close(trained("dp=1,fsdp=1,ep=2,tp=2,sp=1", **settings), alone)
 
 
+@pytest.mark.parametrize("exchange", ["all-to-all", pytest.param("ring", marks=pytest.mark.slow)])
+def test_a_step_in_fp8_on_eight_devices_is_that_of_one(exchange: str, alone: Any) -> None:
+    """tests/ops/test_grouped.py compares products and gradients with an independent rounding."""
+    (one, _), (found, _) = (
+        trained(mesh, experts=exchange, matmul="fp8")
+        for mesh in (toy.ONE, "dp=1,fsdp=2,ep=2,tp=2,sp=1")
+    )
+    np.testing.assert_allclose(found[0], one[0], rtol=1e-4)
+    # later, a sum in another order may round a number of 8 bits the other way
+    np.testing.assert_allclose(found, one, rtol=5e-3)
+    assert np.abs(one[0] / alone[0][0] - 1).max() > 1e-4
+
+
 def numpy_choice(logits: np.ndarray, kind: ExpertsKind, bias: np.ndarray) -> np.ndarray:
     """The weight of every expert for a token, 0 of those that are not chosen, one at a time."""
     weights = np.zeros_like(logits)

@@ -5,16 +5,20 @@ Its numbers need such a GPU: benchmarks/expert_step.py --sides kernels.
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from meshwright.ops import (
+    Fp8Groups,
     Quantized,
+    fp8_groups,
     group_alignment,
     grouped_low_rank,
     grouped_matmul,
     quantize,
 )
+from meshwright.ops.fp8 import Fp8Weight, scale_of
 from meshwright.ops.grouped import weights_product_on_tpu
 
 NEEDS = pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the kernel needs jax 0.11")
@@ -73,6 +77,60 @@ def test_matrices_of_fp8_lower_for_hopper_gpus() -> None:
     traced = jax.jit(lambda x, w, sizes: grouped_matmul(x, w, sizes, 128)).trace(x, weights, sizes)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
+
+
+def rounded(x: np.ndarray, dtype: object) -> np.ndarray:
+    """The nearest numbers of an 8-bit float after scaling by a power of two."""
+    scale = 2.0 ** np.ceil(np.log2(np.abs(x).max() / float(ml_dtypes.finfo(dtype).max)))
+    return (x / scale).astype(dtype).astype("f8") * scale
+
+
+def in_fp8(weights: jax.Array) -> Fp8Groups:
+    return fp8_groups(Fp8Weight(weights, scale_of(weights)), lambda array: array)
+
+
+def test_results_and_gradients_in_fp8_are_those_of_rounded_operands() -> None:
+    """By an independent rounding; rows after the last group may hold anything."""
+    random = np.random.default_rng(0)
+    sizes = np.array([3, 0, 5, 1])
+    groups, rows = np.repeat(np.arange(4), sizes), sizes.sum()
+    x = random.normal(size=(11, 8)).astype(np.float32) * 3
+    weights = random.normal(size=(4, 8, 6)).astype(np.float32) * 0.02
+    g = random.normal(size=(11, 6)).astype(np.float32) * 1e-4
+    x[rows:] = 1e6
+
+    def product(x: jax.Array, weights: jax.Array) -> jax.Array:
+        return grouped_matmul(x, in_fp8(weights), jnp.asarray(sizes))
+
+    y, pull = jax.vjp(product, jnp.asarray(x), jnp.asarray(weights))
+    of_x, of_weights = pull(jnp.asarray(g))
+    x8, w8 = (rounded(a, ml_dtypes.float8_e4m3fn) for a in (x[:rows], weights))
+    g8 = rounded(g[:rows], ml_dtypes.float8_e5m2)
+    right = np.einsum("ri,rio->ro", x8, w8[groups])
+    np.testing.assert_allclose(y[:rows], right, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        of_x[:rows], np.einsum("ro,rio->ri", g8, w8[groups]), rtol=1e-5, atol=1e-9
+    )
+    of_groups = np.zeros_like(w8)
+    np.add.at(of_groups, groups, np.einsum("ri,ro->rio", x8, g8))
+    np.testing.assert_allclose(of_weights, of_groups, rtol=1e-5, atol=1e-8)
+    plain = np.einsum("ri,rio->ro", x[:rows], weights[groups])
+    assert np.abs(y[:rows] - plain).max() > 1e-3  # it did round
+
+
+@NEEDS
+@pytest.mark.usefixtures("pretended_h200")
+def test_fp8_and_its_gradients_lower_for_hopper_gpus() -> None:
+    x = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    weights = jax.ShapeDtypeStruct((4, 256, 384), jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def total(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.sum(grouped_matmul(x, in_fp8(weights), sizes, 128).astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(total, (0, 1))).trace(x, weights, sizes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") >= 2  # of x, and of the weights
 
 
 def test_a_matrix_of_low_rank_is_the_product_of_its_factors() -> None:

@@ -81,6 +81,9 @@ def test_settings_that_fp8_cannot_have_are_refused():
         ({"matmul": "fp8"}, "llama-3.2-1b", "h200", "fp8 in 16 of 16 layers (e4m3, gradients e5m2)"),
         ({"matmul": "fp8", "fp8_skips": 1}, "t5-small", "cpu", "fp8 in 8 of 12 layers (simulated"),
         ({"matmul": "fp8"}, "llama-3.2-1b", "v6e", "v6e has the same peak in bfloat16"),
+        ({"matmul": "fp8"}, "qwen3-30b-a3b", "h200", "in 48 of 48 layers (e4m3, gradients e5m2)"),
+        ({"matmul": "fp8"}, "qwen3-30b-a3b", "7x", "; not of experts: that is for Hopper GPUs)"),
+        ({"matmul": "fp8"}, "tiny-moe", "h200", "that is slower for matrices 128 wide, under 512)"),
     ],
 )  # fmt: skip
 def test_a_run_says_how_many_layers_are_in_fp8(settings, model, chip, words):
@@ -104,9 +107,14 @@ def test_fsdp_gathers_the_weights_of_layers_in_eight_bits(matmul):
     assert not re.search(r"reduce_scatter[^\n]*f8E", text)  # gradients go in bfloat16
 
 
-def test_the_plan_counts_faster_matmuls_and_smaller_all_gathers():
+@pytest.mark.parametrize(
+    ("model", "least", "most"),
+    # experts of 768 gain little: quantizing takes longer the narrower they are
+    [("llama-3.1-8b", 1.4, 1.59), ("mixtral-8x7b", 1.4, 1.6), ("qwen3-30b-a3b", 1.02, 1.2)],
+)
+def test_the_plan_counts_faster_matmuls_and_smaller_all_gathers(model, least, most):
     machine, choice = Machine.parse("h200:1x8"), Choice.of(fsdp=8, remat="full")
-    config = TrainConfig("llama-3.1-8b", batch=64, seq=4096)
+    config = TrainConfig(model, batch=64, seq=4096)
     found = {}
     for matmul in ("auto", "fp8"):
         run = Workload.of(with_settings(config, {"compute.matmul": matmul}), machine)
@@ -117,4 +125,4 @@ def test_the_plan_counts_faster_matmuls_and_smaller_all_gathers():
         found[matmul] = gathered, StepModel(run, choice).work.seconds["matmuls"]
     # 1 byte instead of 2
     assert found["fp8"][0] == pytest.approx(found["auto"][0] / 2)
-    assert 1.4 < found["auto"][1] / found["fp8"][1] < 1.59
+    assert least < found["auto"][1] / found["fp8"][1] < most

@@ -29,7 +29,9 @@ from meshwright.ops import (
     Quantized,
     add_bias,
     all_gather,
+    current_device,
     einsum,
+    experts_not_in_fp8,
     fp8_einsum,
     low_rank_product,
     normalize,
@@ -192,8 +194,12 @@ def prepare_weights(layers: Params, specs: Params, compute: Compute) -> Params:
             a, b = jax.tree.map(lambda one: one.astype(compute.dtype), (w.a, w.b))
             return dataclasses.replace(w, base=ready(w.base, spec), a=a, b=b)
         w = w.astype(compute.dtype)
-        in_fp8 = compute.matmul == "fp8" and (spec is None or spec.kind == "matrix")
-        return weight_in_fp8(w) if in_fp8 else w
+        return weight_in_fp8(w) if compute.matmul == "fp8" and multiplied(w, spec) else w
+
+    def multiplied(w: jax.Array, spec: ArraySpec | None) -> bool:
+        if spec is not None and spec.kind == "expert":
+            return experts_not_in_fp8(*current_device(), min(w.shape[-2:])) is None
+        return spec is None or spec.kind == "matrix"
 
     return {
         block: {name: ready(w, specs[block].get(name)) for name, w in arrays.items()}

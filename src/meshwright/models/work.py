@@ -28,10 +28,11 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """Experts of a block: how many there are, and how many of them a token goes through."""
+    """Experts of a block."""
 
     count: int
-    per_token: int
+    per_token: int  # how many of them a token goes through
+    narrowest: int  # the smaller side of their matrices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from meshwright.ops.chunks import over_chunks
     from meshwright.ops.collectives import (
         all_gather,
+        current_device,
         current_platform,
         drop_trivial_axes,
         nontrivial_axes,
@@ -49,9 +50,15 @@ if TYPE_CHECKING:
         plain_weights,
         weight_in_fp8,
     )
-    from meshwright.ops.grouped import group_alignment, grouped_low_rank, grouped_matmul
+    from meshwright.ops.grouped import (
+        Fp8Groups,
+        fp8_groups,
+        group_alignment,
+        grouped_low_rank,
+        grouped_matmul,
+    )
     from meshwright.ops.low_rank import Dropout, hashed, low_rank_product
-    from meshwright.ops.mosaic import is_hopper, switched_on
+    from meshwright.ops.mosaic import experts_not_in_fp8, is_hopper, switched_on
     from meshwright.ops.norms import NormKind, add_bias, normalize
     from meshwright.ops.quantized import (
         NF4,
@@ -70,18 +77,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMPILER_OPTIONS", "EXCHANGES", "FEW_TOKENS", "IGNORED", "NF4", "NF4_BLOCK",
-    "QUANTIZED_DTYPES", "SCALE", "Dropout", "Fp8Weight", "LinearScaling", "Llama3Scaling", "Mlp",
-    "NormKind", "PartialSums", "Quantized", "Rope", "Rows", "Scaling", "Squares",
-    "YarnScaling", "add_bias", "all_gather",
-    "cross_entropy", "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
-    "exchange_by_bytes", "expert_capacity", "few_tokens_mlp", "few_tokens_unavailable",
-    "float32_matmul", "fp8_einsum", "group_alignment", "grouped_low_rank", "grouped_matmul",
-    "hashed", "is_hopper", "keeps_logit_gradients", "low_rank_product", "nontrivial_axes",
-    "normalize", "over_capacity", "over_chunks", "partial_sums", "plain_weights", "quantize",
-    "quantized_spec", "reduce_part", "reduce_to", "relative_bias", "relative_bias_at",
-    "rows_per_token", "scale_for_norm", "scale_unavailable", "scaled", "spec_of", "split_axes",
-    "stacks", "switched_on", "target_log_probs", "through_experts", "tie_gradients", "top_experts",
-    "untyped", "varying_like", "weight_in_fp8",
+    "QUANTIZED_DTYPES", "SCALE", "Dropout", "Fp8Groups", "Fp8Weight", "LinearScaling",
+    "Llama3Scaling", "Mlp", "NormKind", "PartialSums", "Quantized", "Rope", "Rows", "Scaling",
+    "Squares", "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_device",
+    "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
+    "exchange_by_bytes", "expert_capacity", "experts_not_in_fp8", "few_tokens_mlp",
+    "few_tokens_unavailable", "float32_matmul", "fp8_einsum", "fp8_groups", "group_alignment",
+    "grouped_low_rank", "grouped_matmul", "hashed", "is_hopper", "keeps_logit_gradients",
+    "low_rank_product", "nontrivial_axes", "normalize", "over_capacity", "over_chunks",
+    "partial_sums", "plain_weights", "quantize", "quantized_spec", "reduce_part", "reduce_to",
+    "relative_bias", "relative_bias_at", "rows_per_token", "scale_for_norm", "scale_unavailable",
+    "scaled", "spec_of", "split_axes", "stacks", "switched_on", "target_log_probs",
+    "through_experts", "tie_gradients", "top_experts", "untyped", "varying_like", "weight_in_fp8",
 ]  # fmt: skip
 
 import_when_used(__name__)

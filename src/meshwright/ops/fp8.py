@@ -57,7 +57,7 @@ class Fp8Weight:
 def scale_of(x: jax.Array, dims: Sequence[int] | None = None) -> jax.Array:
     """The power of two by which to divide `x`, over these dims (default: all), to use E4M3."""
     largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=None if dims is None else tuple(dims))
-    return _power_of_two(largest, E4M3)
+    return power_of_two(largest, E4M3)
 
 
 def weight_in_fp8(stacked: jax.Array) -> Fp8Weight:
@@ -145,18 +145,18 @@ def _matmul(
 
     def all_gathered(w: jax.Array, scale: jax.Array) -> jax.Array:
         """[k, n] in 8 bits, of all shards."""
-        quantized = _once(_quantized(w, scale, E4M3))
+        in_8_bits = once(quantized(w, scale, E4M3))
         for dim, axes in all_gathers:
             each = [(axis,) for axis in reversed(axes)] if current_platform() == "tpu" else [axes]
             for some in each:  # as ops.collectives does
-                quantized = lax.all_gather(quantized, some, axis=dim, tiled=True)
-        return quantized.reshape(math.prod(quantized.shape[:contracted]), -1)
+                in_8_bits = lax.all_gather(in_8_bits, some, axis=dim, tiled=True)
+        return in_8_bits.reshape(math.prod(in_8_bits.shape[:contracted]), -1)
 
     def scale_everywhere(x: jax.Array, dtype: Any) -> jax.Array:
         largest = jnp.max(jnp.abs(x))
         over = tuple(a for a in everywhere if a in jax.typeof(largest).manual_axis_type.varying)
         largest = lax.pmax(largest, over) if over else largest
-        return checkpoint_name(_power_of_two(largest, dtype), SCALE)
+        return checkpoint_name(power_of_two(largest, dtype), SCALE)
 
     @jax.custom_vjp
     def run(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
@@ -164,7 +164,7 @@ def _matmul(
 
     def forward(x: jax.Array, w: jax.Array, scale: jax.Array) -> Any:
         x_scale = scale_everywhere(x, E4M3)
-        in_8_bits = _once(_quantized(x, x_scale, E4M3))
+        in_8_bits = once(quantized(x, x_scale, E4M3))
         y = _dot(in_8_bits, all_gathered(w, scale).T, x_scale, scale, x.dtype)
         return y, (in_8_bits, x_scale, w, scale)
 
@@ -172,7 +172,7 @@ def _matmul(
         in_8_bits, x_scale, w, scale = kept
         g_scale = scale_everywhere(g, E5M2)
         weight = all_gathered(w, scale)
-        gradients = _once(_quantized(g, g_scale, E5M2))
+        gradients = once(quantized(g, g_scale, E5M2))
         dx = _dot(gradients, weight, g_scale, scale, g.dtype)
         dw = _dot(in_8_bits.T, gradients.T, x_scale, g_scale, w.dtype)
         joined = dict(all_gathers)
@@ -185,7 +185,7 @@ def _matmul(
     return run
 
 
-def _power_of_two(largest: jax.Array, dtype: Any) -> jax.Array:
+def power_of_two(largest: jax.Array, dtype: Any) -> jax.Array:
     """The least power of two that brings `largest` into the range of `dtype`."""
     most = float(jnp.finfo(dtype).max)
     wanted = jnp.maximum(largest.astype(jnp.float32) * (1 / most), _LEAST)
@@ -194,18 +194,18 @@ def _power_of_two(largest: jax.Array, dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(up, jnp.float32)
 
 
-def _quantized(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+def quantized(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     """`x / scale`; exact but for the cast, as scale is a power of two."""
     return (x * (1 / scale).astype(x.dtype)).astype(dtype)
 
 
-def _once(quantized: jax.Array) -> jax.Array:
+def once(x: jax.Array) -> jax.Array:
     """A barrier on GPUs: XLA would fuse the cast into the transpose that follows.
 
     Transposing 8 bits is twice as fast as casting and transposing bfloat16 in one kernel.
     """
     on_gpu = current_platform() in ("gpu", "cuda")
-    return lax.optimization_barrier(quantized) if on_gpu else quantized
+    return lax.optimization_barrier(x) if on_gpu else x
 
 
 def _dot(

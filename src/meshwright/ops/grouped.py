@@ -5,19 +5,42 @@
 [1.0, 1.0, 1.0, 2.0, 2.0]
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.ops import hopper_grouped
+from meshwright.ops import fp8, hopper_grouped
 from meshwright.ops.collectives import current_platform, untyped
 from meshwright.ops.mosaic import HOPPER, unavailable
 from meshwright.ops.quantized import Quantized, round_to_8_bits
 
 _TPU_ROWS, _TPU_COLUMNS = 128, 1024  # of a kernel's tiles: rows at least, columns at most
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Groups:
+    """Matrices of groups that are multiplied in fp8, and the array that gets their gradient.
+
+    Of `weights` nothing is read: where it is all-gathered, XLA leaves that out and keeps the
+    reduce-scatter of the gradient.
+    """
+
+    weights: jax.Array  # [groups, in, out]
+    values: jax.Array  # the same in e4m3, divided by the scale
+    scale: jax.Array  # float32, a power of two
+
+
+def fp8_groups(weight: fp8.Fp8Weight, gather: Callable[[jax.Array], jax.Array]) -> Fp8Groups:
+    """Matrices of groups, all-gathered by `gather`: in 8 bits."""
+    values = fp8.once(fp8.quantized(lax.stop_gradient(weight.values), weight.scale, fp8.E4M3))
+    return Fp8Groups(gather(weight.values), gather(values), weight.scale)
 
 
 def group_alignment(dtype: Any, *dims: int) -> tuple[int, str]:
@@ -35,7 +58,7 @@ def group_alignment(dtype: Any, *dims: int) -> tuple[int, str]:
 
 
 def grouped_matmul(
-    x: jax.Array, weights: jax.Array | Quantized, sizes: jax.Array, alignment: int = 1
+    x: jax.Array, weights: jax.Array | Quantized | Fp8Groups, sizes: jax.Array, alignment: int = 1
 ) -> jax.Array:
     """[rows, out] of x [rows, in] and weights [groups, in, out]; `sizes` [groups] of the groups.
 
@@ -46,6 +69,8 @@ def grouped_matmul(
     sizes = sizes.astype(jnp.int32)
     if isinstance(weights, Quantized):
         return _of_8_bits(x, weights, sizes, alignment)
+    if isinstance(weights, Fp8Groups):
+        return _in_fp8(x, weights.weights, weights.values, weights.scale, sizes, alignment)
     if alignment > 1:
         return _in_tiles(x, weights, sizes)
     if current_platform() == "tpu" and x.shape[0] % _TPU_ROWS == 0:
@@ -134,6 +159,69 @@ def _in_tiles_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.
 
 
 _in_tiles.defvjp(_in_tiles_forward, _in_tiles_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _in_fp8(
+    x: jax.Array,
+    weights: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    sizes: jax.Array,
+    alignment: int,
+) -> jax.Array:
+    """In e4m3, gradients in e5m2. Only kernels for Hopper GPUs multiply 8 bits; others convert."""
+    return _in_fp8_forward(x, weights, values, scale, sizes, alignment)[0]
+
+
+def _in_fp8_forward(
+    x: jax.Array,
+    weights: jax.Array,
+    values: jax.Array,
+    scale: jax.Array,
+    sizes: jax.Array,
+    alignment: int,
+) -> tuple[jax.Array, Any]:
+    rows, of_rows = _rows_in_8_bits(x, sizes, fp8.E4M3)
+    saved = rows, of_rows, values, scale, sizes
+    if alignment == 1:
+        return grouped_matmul(_plain(rows, of_rows, x), _plain(values, scale, x), sizes), saved
+    tiles, scales = _groups_of_tiles(x, sizes), of_rows * scale
+    transposed = fp8.once(values).swapaxes(1, 2)
+    return hopper_grouped.rows_product(rows, transposed, tiles, True, x.dtype, scales), saved
+
+
+def _in_fp8_backward(
+    alignment: int, saved: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None, None, None]:
+    rows, of_rows, values, scale, sizes = saved
+    arrived, of_arrived = _rows_in_8_bits(gradient, sizes, fp8.E5M2)
+    if alignment == 1:
+        inputs = _plain(rows, of_rows, gradient), _plain(values, scale, gradient)
+        _, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), *inputs)
+        return *pull(_plain(arrived, of_arrived, gradient)), None, None, None
+    dtype, tiles = gradient.dtype, _groups_of_tiles(rows, sizes)
+    of_x = hopper_grouped.rows_product(arrived, values, tiles, True, dtype, of_arrived * scale)
+    of_weights = hopper_grouped.weights_product(
+        rows.T, arrived.T, sizes, dtype, of_rows * of_arrived
+    )
+    return of_x, of_weights, None, None, None
+
+
+_in_fp8.defvjp(_in_fp8_forward, _in_fp8_backward)
+
+
+def _rows_in_8_bits(x: jax.Array, sizes: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Rows of groups, divided by a power of two, and that. Rows of none may hold anything."""
+    x = fp8.once(x)  # XLA would gather rows of tokens anew for each of what follows, and transposed
+    is_row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0) < jnp.sum(sizes)
+    largest = jnp.max(jnp.abs(jnp.where(is_row, x, jnp.zeros_like(x))))
+    scale = checkpoint_name(fp8.power_of_two(largest, dtype), fp8.SCALE)
+    return fp8.once(fp8.quantized(x, scale, dtype)), scale
+
+
+def _plain(values: jax.Array, scale: jax.Array, like: jax.Array) -> jax.Array:
+    return values.astype(like.dtype) * scale.astype(like.dtype)
 
 
 def _groups_of_tiles(x: jax.Array, sizes: jax.Array, tile: int = hopper_grouped.ROWS) -> jax.Array:

@@ -17,7 +17,6 @@ from meshwright.ops.mosaic import mosaic, pallas, when
 ROWS = 128  # of a tile
 _GROUPS = 2  # compute warpgroups
 _BYTES = 128  # of a block, along the dim that is summed
-_DEPTH = _BYTES // 2  # the same, in numbers of 16 bits
 _STAGES = 4  # blocks in flight
 _PART = 64  # rows and columns that are written at a time
 
@@ -33,11 +32,13 @@ def rows_product(
     tiles: jax.Array,
     transposed: bool = False,
     dtype: Any = None,
+    scale: jax.Array | None = None,
 ) -> jax.Array:
     """[rows, out] of x [rows, in] and weights [groups, in, out]; or, transposed, [groups, out, in].
 
     `tiles` [rows / 128] are their groups; tiles of the group after the last are not written. In 8
-    bits the weights are transposed; `dtype` is that of the result, if it is not that of x.
+    bits the weights are transposed; `dtype` is that of the result, if it is not that of x. `scale`
+    multiplies the result before it is rounded.
     """
     groups, *sizes = weights.shape
     width = sizes[0] if transposed else sizes[1]
@@ -46,23 +47,42 @@ def rows_product(
         body = functools.partial(_rows_kernel, groups=groups, transposed=transposed)
         return _kernel(body, (x.shape[0], width), dtype or x.dtype)(*arrays)
 
-    found: jax.Array = untyped(run, x, weights, tiles)
+    found: jax.Array = untyped(run, x, weights, tiles, *_as_array(scale))
     return found
 
 
-def weights_product(x: jax.Array, y: jax.Array, sizes: jax.Array) -> jax.Array:
+def weights_product(
+    x: jax.Array,
+    y: jax.Array,
+    sizes: jax.Array,
+    dtype: Any = None,
+    scale: jax.Array | None = None,
+) -> jax.Array:
     """[groups, in, out]: of each group of rows the product of x [rows, in] and y [rows, out].
 
-    `sizes` [groups] are multiples of 128. A group of no rows gets zeros.
+    In 8 bits both are transposed: x [in, rows], y [out, rows]. `sizes` [groups] are multiples of
+    128. A group of no rows gets zeros. `dtype` and `scale` are those of the result.
     """
-    shape = (sizes.shape[0], x.shape[1], y.shape[1])
-    ends, steps = jnp.cumsum(sizes) // _DEPTH, sizes // _DEPTH
+    depth, transposed = _depth(x), x.dtype.itemsize == 1
+    rows = 1 if transposed else 0
+    shape = (sizes.shape[0], x.shape[1 - rows], y.shape[1 - rows])
+    ends, steps = jnp.cumsum(sizes) // depth, sizes // depth
 
     def run(*arrays: jax.Array) -> jax.Array:
-        return _kernel(_weights_kernel, shape, x.dtype)(*arrays)
+        body = functools.partial(_weights_kernel, transposed=transposed)
+        return _kernel(body, shape, dtype or x.dtype)(*arrays)
 
-    found: jax.Array = untyped(run, x, y, ends - steps, steps)
+    found: jax.Array = untyped(run, x, y, ends - steps, steps, *_as_array(scale))
     return found
+
+
+def _as_array(scale: jax.Array | None) -> list[jax.Array]:
+    return [] if scale is None else [scale.reshape(1)]
+
+
+def _depth(x: Any) -> int:
+    """Of a block, along the dim that is summed."""
+    return _BYTES // int(x.dtype.itemsize)
 
 
 def _kernel(body: Any, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -88,39 +108,50 @@ def _processors() -> int:
     return int(getattr(jax.devices()[0], "core_count", 132))
 
 
-def _transforms(depth: int = _DEPTH) -> tuple[Any, ...]:
+def _transforms(dtype: Any) -> tuple[Any, ...]:
     plgpu = mosaic()
+    depth = _BYTES // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, depth)), plgpu.SwizzleTransform(_BYTES)
 
 
+def _block(shape: tuple[int, int], at: Any, dtype: Any, pending: int) -> Any:
+    """A BlockSpec of which step i reads block `at(i)`, while `pending` matmuls may still run.
+
+    Their blocks are released later, and the last ones not at all: a tile of no more steps than
+    that would be followed by the next before it is multiplied.
+    """
+    return mosaic().BlockSpec(shape, at, transforms=_transforms(dtype), delay_release=pending)
+
+
+def _along(i: Any) -> tuple[Any, Any]:
+    return 0, i
+
+
+def _down(i: Any) -> tuple[Any, Any]:
+    return i, 0
+
+
 def _rows_kernel(
-    x: Any, weights: Any, tiles: Any, out: Any, *, groups: int, transposed: bool
+    x: Any, weights: Any, tiles: Any, *refs: Any, groups: int, transposed: bool
 ) -> None:
     pl, plgpu = pallas(), mosaic()
+    *scale, out = refs
     width = columns(out.shape[1])
     assert width is not None
-    depth = _BYTES // x.dtype.itemsize
+    depth = _depth(x)
     block = (width, depth) if transposed else (depth, width)
     steps = x.shape[1] // depth
-
-    def specs() -> list[Any]:
-        return [
-            plgpu.BlockSpec(
-                (ROWS, depth), lambda i: (0, i), transforms=_transforms(depth), delay_release=1
-            ),
-            plgpu.BlockSpec(
-                block,
-                (lambda i: (0, i)) if transposed else (lambda i: (i, 0)),
-                transforms=_transforms(depth),
-                delay_release=1,
-            ),
-        ]
+    pending = 1 if steps > 1 else 0
+    specs = [
+        _block((ROWS, depth), _along, x.dtype, pending),
+        _block(block, _along if transposed else _down, weights.dtype, pending),
+    ]
 
     def multiply(indices: Any, x_here: Any, weights_here: Any, total: Any) -> Any:
         rows = pl.ds(lax.axis_index("group") * 64, 64)
         weight = weights_here.transpose((1, 0)) if transposed else weights_here
         plgpu.wgmma(total, x_here.at[rows], weight)
-        plgpu.wgmma_wait(1)
+        plgpu.wgmma_wait(pending)
         return total
 
     across = out.shape[1] // width
@@ -135,27 +166,30 @@ def _rows_kernel(
         return group < groups, steps, inputs, out.at[pl.ds(row * ROWS, ROWS), at]
 
     count = (x.shape[0] // ROWS) * across
-    _tiles(count, specs(), multiply, sources, (x, weights.at[0]), out.dtype, width)
+    _tiles(count, specs, multiply, sources, (x, weights.at[0]), out.dtype, width, scale)
 
 
-def _weights_kernel(x: Any, y: Any, starts: Any, sizes: Any, out: Any) -> None:
+def _weights_kernel(x: Any, y: Any, starts: Any, sizes: Any, *refs: Any, transposed: bool) -> None:
     pl, plgpu = pallas(), mosaic()
+    *scale, out = refs
     groups, height, breadth = out.shape
     width = columns(breadth)
     assert width is not None
     down, across = height // ROWS, breadth // width
-
-    def specs() -> list[Any]:
-        shapes = (_DEPTH, ROWS), (_DEPTH, width)
-        return [
-            plgpu.BlockSpec(shape, lambda i: (i, 0), transforms=_transforms(), delay_release=1)
-            for shape in shapes
-        ]
+    depth, order = _depth(x), _along if transposed else _down
+    pending = 1 if depth < ROWS else 0  # a group of 128 rows of 8 bits is one step
+    specs = [
+        _block((size, depth) if transposed else (depth, size), order, ref.dtype, pending)
+        for size, ref in ((ROWS, x), (width, y))
+    ]
 
     def multiply(indices: Any, x_here: Any, y_here: Any, total: Any) -> Any:
         rows = pl.ds(lax.axis_index("group") * 64, 64)
-        plgpu.wgmma(total, x_here.at[:, rows].transpose((1, 0)), y_here)
-        plgpu.wgmma_wait(1)
+        if transposed:
+            plgpu.wgmma(total, x_here.at[rows], y_here.transpose((1, 0)))
+        else:
+            plgpu.wgmma(total, x_here.at[:, rows].transpose((1, 0)), y_here)
+        plgpu.wgmma_wait(pending)
         return total
 
     def sources(tile: Any) -> Any:
@@ -163,10 +197,15 @@ def _weights_kernel(x: Any, y: Any, starts: Any, sizes: Any, out: Any) -> None:
         row, column = lax.div(place, across), lax.rem(place, across)
         of_x, of_y = pl.ds(row * ROWS, ROWS), pl.ds(column * width, width)
         start, steps = starts[group], sizes[group]
-        rows = pl.ds(start * _DEPTH, x.shape[0])
-        return True, steps, (x.at[rows, of_x], y.at[rows, of_y]), out.at[group, of_x, of_y]
+        rows = pl.ds(start * depth, x.shape[1 if transposed else 0])
+        if transposed:
+            inputs = x.at[of_x, rows], y.at[of_y, rows]
+        else:
+            inputs = x.at[rows, of_x], y.at[rows, of_y]
+        return True, steps, inputs, out.at[group, of_x, of_y]
 
-    _tiles(groups * down * across, specs(), multiply, sources, (x, y), out.dtype, width)
+    count = groups * down * across
+    _tiles(count, specs, multiply, sources, (x, y), out.dtype, width, scale)
 
 
 def _tiles(
@@ -177,8 +216,12 @@ def _tiles(
     like: tuple[Any, Any],
     dtype: Any,
     width: int,
+    scale: list[Any],
 ) -> None:
-    """One tile after another: the sum of the products of its blocks, written to global memory."""
+    """One tile after another: the sum of the products of its blocks, written to global memory.
+
+    `scale`: nothing, or one number that multiplies the sums.
+    """
     pl, plgpu = pallas(), mosaic()
 
     def pipeline(steps: Any, body: Any, context: Any) -> Any:
@@ -195,7 +238,7 @@ def _tiles(
 
     nothing = lambda *_, **__: None  # noqa: E731
     room = pipeline(_STAGES, nothing, nothing).get_allocations(*like)
-    parts = plgpu.SMEM((_GROUPS, 2, _PART, _PART), dtype, transforms=_transforms())
+    parts = plgpu.SMEM((_GROUPS, 2, _PART, _PART), dtype, transforms=_transforms(dtype))
 
     def scope(room: Any, parts: Any) -> None:
         group = lax.axis_index("group")
@@ -206,7 +249,10 @@ def _tiles(
             def compute(run: Any) -> None:
                 def with_total(total: Any) -> None:
                     run(total)
-                    values = total[...].astype(dtype)
+                    values = total[...]
+                    for ref in scale:
+                        values *= ref[0]
+                    values = values.astype(dtype)
                     for part in range(width // _PART):
                         at = slice(part * _PART, (part + 1) * _PART)
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)

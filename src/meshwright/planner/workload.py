@@ -36,6 +36,7 @@ from meshwright.training import (
     training_arrays,
     training_spec,
     with_settings,
+    without_fp8,
 )
 
 if TYPE_CHECKING:
@@ -167,10 +168,16 @@ class Workload:
         """Devices that sequences are split over; an engine's are replicated over ep."""
         return choice.data_ranks if self.engine is None else choice.size("dp")
 
-    def fp8_layers(self, layers: int) -> int:
-        """Of a stack of so many layers, those whose matmuls are in fp8."""
+    def fp8_layers(self, layers: int, kind: str = "matrix") -> int:
+        """Of a stack of so many layers, those whose matmuls with this kind are in fp8."""
         compute = self.config.compute
-        return max(0, layers - 2 * compute.fp8_skips) if compute.matmul == "fp8" else 0
+        if compute.matmul != "fp8" or (kind == "expert" and not self._are_experts_in_fp8):
+            return 0
+        return max(0, layers - 2 * compute.fp8_skips)
+
+    @cached_property
+    def _are_experts_in_fp8(self) -> bool:
+        return without_fp8(self.model, self.machine.chip) is None
 
     @cached_property
     def sizes(self) -> ModelSizes:

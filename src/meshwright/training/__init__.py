@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         check_fp8,
         layers_choice,
         split_capacity,
+        without_fp8,
     )
     from meshwright.training.config import (
         AUTO,
@@ -73,7 +74,7 @@ __all__ = [
     "model_of", "new_state", "objective_of", "overlap_choice", "overlap_text", "prepare",
     "prepare_data", "sample_batch", "save_pieces", "settings_flags", "split_capacity", "supervised",
     "train", "train_on", "trained_text", "training_arrays", "training_mesh", "training_spec",
-    "weights_folder", "with_commits", "with_settings",
+    "weights_folder", "with_commits", "with_settings", "without_fp8",
 ]  # fmt: skip
 
 import_when_used(__name__)

@@ -24,7 +24,13 @@ from meshwright.models import (
     layer_counts,
     scans_layers,
 )
-from meshwright.ops import EXCHANGES, nontrivial_axes, rows_per_token, split_axes
+from meshwright.ops import (
+    EXCHANGES,
+    experts_not_in_fp8,
+    nontrivial_axes,
+    rows_per_token,
+    split_axes,
+)
 from meshwright.ops.attention import (
     FLOPS_PER_BYTE,
     calls_of,
@@ -183,6 +189,14 @@ def layers_text(config: TrainConfig, model: Any, platform: str, devices: int) ->
     return f"layers: {how} ({why}); --compute.layers {other} runs the other way"
 
 
+def without_fp8(model: Any, chip: Chip) -> str | None:
+    """Why the experts of a model, if it has some, are not multiplied in fp8 on a chip, or None."""
+    experts = experts_of(model)
+    if experts is None:
+        return None
+    return experts_not_in_fp8(chip.platform, chip.device_kinds[0], experts.narrowest)
+
+
 def matmuls_text(compute: ComputeConfig, model: Any, chip: Chip) -> str | None:
     """A line that says how many layers multiply in fp8; None if none do, or were meant to."""
     if compute.matmul != "fp8":
@@ -196,6 +210,8 @@ def matmuls_text(compute: ComputeConfig, model: Any, chip: Chip) -> str | None:
         how = "simulated: CPUs have no fp8 units"
     elif (chip.fp8_flops or 0) <= chip.bf16_flops:
         how += f"; {chip.name} has the same peak in bfloat16: only all-gathers gain"
+    if why := without_fp8(model, chip):
+        how += f"; not of experts: {why}"
     return f"matmuls: fp8 in {in_fp8} of {count(layers, 'layer')} ({how})"
 
 

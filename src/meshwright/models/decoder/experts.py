@@ -25,6 +25,8 @@ from meshwright.models.loss import ExtraLoss, LossSums, Metric
 from meshwright.models.settings import LossConfig
 from meshwright.ops import (
     FEW_TOKENS,
+    Fp8Groups,
+    Fp8Weight,
     Mlp,
     Quantized,
     Rows,
@@ -33,6 +35,7 @@ from meshwright.ops import (
     few_tokens_mlp,
     few_tokens_unavailable,
     float32_matmul,
+    fp8_groups,
     group_alignment,
     grouped_low_rank,
     grouped_matmul,
@@ -103,10 +106,11 @@ def mixture(
         x = arrays["x"]
         # what is added to logits varies as they do: not over axes that they are summed over
         arrays = {
-            name: array if name in _ROUTER_BIASES else varying_like(array, x)
+            name: array if name in _ROUTER_BIASES else _varying(array, x)
             for name, array in arrays.items()
         }
-        own, *sizes = arrays["down"].shape
+        down = _base(arrays["down"])
+        own, *sizes = down.shape
         count = math.prod((*x.shape[:2], *(lax.axis_size(axis) for axis in along_tp)))
         few = may_be_few and few_tokens_unavailable(count, compute.dtype, *sizes) is None
         chosen, weights, sums = _route(arrays, experts, summed, few)
@@ -118,7 +122,7 @@ def mixture(
             dropped = jnp.sum(full, dtype=jnp.float32)[None]
             sums = dataclasses.replace(sums, dropped=dropped)
         tokens = [
-            _for_block(array.reshape(*x.shape[:2], -1), along_tp, arrays["down"])
+            _for_block(array.reshape(*x.shape[:2], -1), along_tp, down)
             for array in (x, chosen, weights)
         ]
         flat, chosen, weights = (array.reshape(-1, array.shape[-1]) for array in tokens)
@@ -142,7 +146,7 @@ def mixture(
         out = reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target)
         return out, sums
 
-    specs = {name: jax.typeof(array).sharding.spec for name, array in arrays.items()}
+    specs = jax.tree.map(lambda array: jax.typeof(array).sharding.spec, arrays)
     devices = split_axes((batch, length)) or None
     by_device: Any = P(devices)
     of_dropped = by_device if compute.capacity else None
@@ -155,7 +159,10 @@ def mixture(
 
 
 def _device_weights(w: Params, compute: Compute, split: tuple[str, ...]) -> Params:
-    """What a device computes with: matrices and biases of its experts, and the router."""
+    """What a device computes with: matrices and biases of its experts, and the router.
+
+    A matrix is an array, Quantized or Fp8Groups.
+    """
     layouts = compute.layouts
     of_router = tuple(dict.fromkeys((*layouts.weight_axes, *split)))
 
@@ -172,8 +179,7 @@ def _device_weights(w: Params, compute: Compute, split: tuple[str, ...]) -> Para
     matrices = {name: gather_weight(w[name], compute, split) for name in _MATRICES if name in w}
     others = tuple(axis for axis in layouts.token_axes if axis not in split)
     return {
-        **{name: _base(matrix) for name, matrix in matrices.items()},
-        **_scales(matrices),
+        **{name: _device_matrix(matrix, compute, split) for name, matrix in matrices.items()},
         **_factors(matrices),
         **{name: all_gather(bias, others) for name, bias in biases.items()},
         # every device scores all experts
@@ -210,28 +216,26 @@ def _route(
     return chosen, weights, sums
 
 
-def _base(matrix: Any) -> jax.Array:
-    """A matrix without its update of low rank, and without its scale if it has 8 bits."""
+def _device_matrix(matrix: Any, compute: Compute, split: tuple[str, ...]) -> Any:
+    """A matrix without its update of low rank, as `grouped_matmul` takes it."""
     base = matrix.base if isinstance(matrix, Adapted) else matrix
-    return base.values if isinstance(base, Quantized) else base
+    if isinstance(base, Quantized):  # the scale is split as the outputs are
+        return Quantized(base.values, reshard(base.scale, P(*spec_of(base.values)[:2])))
+    if isinstance(base, Fp8Weight):
+        return fp8_groups(base, lambda array: gather_weight(array, compute, split))
+    return base
 
 
-def _scales(matrices: Params) -> Params:
-    """Those of matrices of 8 bits, split as their outputs are, by the names of the matrices."""
-    bases = {
-        name: matrix.base if isinstance(matrix, Adapted) else matrix
-        for name, matrix in matrices.items()
-    }
-    return {
-        f"{name}_scale": reshard(base.scale, P(*spec_of(base.values)[:2]))
-        for name, base in bases.items()
-        if isinstance(base, Quantized)
-    }
+def _base(matrix: Any) -> jax.Array:
+    """The array of a matrix that is as large as the matrix."""
+    base = matrix.base if isinstance(matrix, Adapted) else matrix
+    if isinstance(base, Fp8Groups):
+        return base.weights
+    return base.values if isinstance(base, Quantized | Fp8Weight) else base
 
 
-def _matrix(arrays: Params, name: str) -> Any:
-    scale = arrays.get(f"{name}_scale")
-    return arrays[name] if scale is None else Quantized(arrays[name], scale)
+def _varying(arrays: Any, *like: jax.Array) -> Any:
+    return jax.tree.map(lambda array: varying_like(array, *like), arrays)
 
 
 def _factors(matrices: Params) -> Params:
@@ -313,7 +317,7 @@ def _expert_mlp(
     summed, over = axes
 
     def product(x: jax.Array, name: str) -> jax.Array:
-        weight = jax.tree.map(lambda one: varying_like(one, x), _matrix(arrays, name))
+        weight = _varying(arrays[name], x)
         x = varying_like(x, *jax.tree.leaves(weight))
         y = grouped_matmul(x, weight, rows.sizes, alignment)
         if f"{name}_b" not in arrays:
@@ -362,11 +366,7 @@ def _few_tokens(
     def activated(up: jax.Array, gate: jax.Array | None) -> jax.Array:
         return activate(up, gate, kind.activation, kind.clamp)
 
-    of_mlp = {
-        name: jax.tree.map(lambda one: varying_like(one, x), _matrix(arrays, name))
-        for name in (*_MATRICES, *_BIASES)
-        if name in arrays
-    }
+    of_mlp = {name: _varying(arrays[name], x) for name in (*_MATRICES, *_BIASES) if name in arrays}
     if over and "down_bias" in of_mlp:  # of the devices along tp, one adds it
         bias = of_mlp["down_bias"]
         of_mlp["down_bias"] = jnp.where(lax.axis_index(over) == 0, bias, jnp.zeros_like(bias))

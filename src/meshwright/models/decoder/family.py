@@ -121,9 +121,11 @@ def _work(config: DecoderConfig) -> tuple[Stack, ...]:
         attending = attention_block(attention, norm_places=first.norm_places)
     else:
         attending = latent_block(attention, first.attention.q_rank is None, first.norm_places)
-    stacks = [Stack(("layers",), "tokens", (attending, *_mlp_blocks(first)), config.layers)]
+    stacks = [
+        Stack(("layers",), "tokens", (attending, *_mlp_blocks(first, config.embed)), config.layers)
+    ]
     if config.leading:
-        blocks = (attending, *_mlp_blocks(config.leading_kind))
+        blocks = (attending, *_mlp_blocks(config.leading_kind, config.embed))
         rest = config.layers - config.leading
         stacks = [
             Stack(("leading_layers",), "tokens", blocks, config.leading),
@@ -132,10 +134,10 @@ def _work(config: DecoderConfig) -> tuple[Stack, ...]:
     return tuple(stacks)
 
 
-def _mlp_blocks(kind: LayerKind) -> tuple[Block, ...]:
+def _mlp_blocks(kind: LayerKind, embed: int) -> tuple[Block, ...]:
     if not kind.experts.count:
         return (mlp_block(kind.mlp.gated, kind.norm_places),)
-    experts = Experts(kind.experts.count, kind.experts.per_token)
+    experts = Experts(kind.experts.count, kind.experts.per_token, min(embed, kind.mlp.size))
     return expert_blocks(kind.mlp.gated, kind.norm_places, experts, bool(kind.experts.shared))
 
 
