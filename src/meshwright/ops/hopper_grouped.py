@@ -255,7 +255,8 @@ def _tiles(
                     values = values.astype(dtype)
                     for part in range(width // _PART):
                         at = slice(part * _PART, (part + 1) * _PART)
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                        # an odd number of parts ends where the next tile begins
+                        plgpu.wait_smem_to_gmem(min(part, 1), wait_read_only=True)
                         parts[group, part % 2] = values[:, at]
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(
