@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,9 @@ def test_a_model_that_is_written_again_is_bit_equal(
 
     folder, model = folders(name)
     config, _, params = loaded(folder, "dp=1,fsdp=2,tp=2,sp=1")
-    assert model_from_dict(model_to_dict(config)) == config
+    data = model_to_dict(config)
+    assert model_from_dict(data) == config
+    assert json.loads(json.dumps(data)) == data
     save_hf(tmp_path / "again", params, config)
     assert from_hf_config(tmp_path / "again") == config
     # without the config.json it came from, too

@@ -262,11 +262,14 @@ def test_rotary_embedding_is_read_in_both_styles() -> None:
     assert read(rope_scaling=yarn, max_position_embeddings=64).rope.scaling == YarnScaling(4.0, 64)
     outside = read(rope_scaling=yarn, original_max_position_embeddings=32).rope.scaling
     assert outside == YarnScaling(4.0, 32)
+    kinds = [read(**PHI3, rope_scaling=LONG | {"type": kind}) for kind in ("su", "longrope")]
+    assert kinds[0] == kinds[1]
 
 
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+LONG = {"type": "longrope", "short_factor": [1.0, 1.5, 2, 3], "long_factor": [2, 4, 8, 9.5]}
 PLAIN = {"rope_type": "default"}
 TWO_ROPES = {
     "sliding_attention": PLAIN | {"rope_theta": 50.0}, "full_attention": PLAIN | {"rope_theta": 3e5},
@@ -277,6 +280,10 @@ OPEN_ROPES = {"sliding_attention": PLAIN, "full_attention": PLAIN}
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
+        (PHI3, {"original_max_position_embeddings": 4096}),  # without a scaling
+        (PHI3, {"original_max_position_embeddings": 32, "rope_scaling": LONG}),
+        (PHI3, {"rope_scaling": LONG, "max_position_embeddings": 8192}),
+        (PHI3, {"rope_scaling": LONG | {"factor": 3.0, "attention_factor": 1.5}}),
         (GEMMA3, {}),
         (GEMMA3, {"rope_scaling": LINEAR, "rope_theta": 3e5, "rope_local_base_freq": 7.0}),
         (GEMMA3, {"rope_parameters": TWO_ROPES, "rope_scaling": LINEAR}),
@@ -345,9 +352,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be"),
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
     ({"rope_theta": 0.5}, r"rope_theta=0\.5 must be above 1"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported; only default, linear, llama3, yarn are"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic' is not supported; only default, linear, llama3, yarn, longrope are"),
     ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
-    (PHI3 | {"rope_scaling": LINEAR}, "rope_type 'linear' is not supported; only default is"),
+    (PHI3 | {"rope_scaling": LONG | {"long_factor": 3}}, "long_factor=3 must be a list of numbers"),
+    (PHI3 | {"rope_scaling": LONG | {"long_factor": [1.0, 2.0]}}, "LongRoPE with 2 long factors: heads rotate 4 pairs"),
+    (PHI3 | {"rope_scaling": LONG | {"short_factor": [1.0, 2.0, 0, 1]}}, "short_factor=0 must be a number above 0"),
+    (PHI3 | {"rope_scaling": LINEAR}, "rope_type 'linear' is not supported; only default, longrope are, of this"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "beta_fast=3 is not a setting of rope_type 'linear'"),
     ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "said twice"),
     ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": "no"}}, "truncate='no'"),

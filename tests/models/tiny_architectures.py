@@ -19,6 +19,7 @@ DEEPSEEK = SIZES | {
         "mscale_all_dim": 0.8, "original_max_position_embeddings": 16,
     },
 }  # fmt: skip
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4}
 # by name: the class of transformers' config, and its fields
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -37,6 +38,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Phi3Config",
         SIZES | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
     ),
+    # LongRoPE: the original length is below and above that of the tests' sequences
+    "phi3-longer": ("Phi3Config", SIZES | {
+        "original_max_position_embeddings": 2,
+        "rope_parameters": LONG_ROPE | {"short_factor": [1.0] * 4, "long_factor": [1.1, 2.0, 7.5, 30.0]},
+    }),
+    "phi3-shorter": ("Phi3Config", SIZES | {
+        "original_max_position_embeddings": 64, "max_position_embeddings": 512, "tie_word_embeddings": True,
+        "rope_parameters": LONG_ROPE | {
+            "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.5], "long_factor": [9.0] * 3,
+        },
+    }),
     "olmo2": ("Olmo2Config", SIZES),
     "granite": (
         "GraniteConfig",

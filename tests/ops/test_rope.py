@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, YarnScaling, rotate
+from meshwright.ops.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    YarnScaling,
+    rotate,
+)
 
 HEAD_DIM = 64
 
@@ -70,6 +77,20 @@ def test_yarns_attention_factor_can_be_given() -> None:
     cos, _ = rope.tables(jnp.zeros((1, 1), jnp.int32), 8)
     np.testing.assert_allclose(cos, 1.5)
     assert Rope(1e4, YarnScaling(1.0, 4096)).magnitude == 1.0
+
+
+def test_long_rope_has_other_factors_above_the_original_length() -> None:
+    short, long = [1.0, 1.5, 2.0, 2.5], [2.0, 4.0, 8.0, 16.0]
+    rope = Rope(1e4, LongRopeScaling(short, long, original_max_seq=64, factor=16.0))
+    for context, factors in ((1, short), (64, short), (65, long), (1024, long)):
+        expected = np.array(plain(1e4, 8)) / factors
+        np.testing.assert_allclose(rope.frequencies(8, context), expected, rtol=1e-6)
+        cos, _ = rope.tables(jnp.full((1, 1), 3), 8, context)
+        scale = math.sqrt(1 + math.log(16) / math.log(64))  # of the paper, whatever the length
+        np.testing.assert_allclose(cos[0, 0, 0], scale * np.cos(3 * expected), rtol=1e-5)
+    given = LongRopeScaling(short, long, 64, 16.0, attention_factor=1.25)
+    assert Rope(1e4, given).magnitude == 1.25
+    assert Rope(1e4, LongRopeScaling(short, long, 64, 1.0)).magnitude == 1.0
 
 
 def test_pairs_rotate_as_complex_numbers_do() -> None:

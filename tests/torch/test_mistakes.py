@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.models.tiny_architectures import save
 
 import meshwright.torch as mt
 from meshwright.cli.main import main
@@ -114,6 +115,12 @@ def test_dropout_of_an_adapter() -> None:
 
 def test_a_preset_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tiny-moe is not a model that --backend torch trains" in told(capsys, "tiny-moe")
+
+
+def test_long_rope_above_its_original_length(tmp_path: Path) -> None:
+    save("phi3-longer", tmp_path)  # whose original length is 2
+    with pytest.raises(MeshwrightError, match=r"--seq 3: .* other factors above 2 .* --seq 2, or"):
+        check_settings(TrainConfig(str(tmp_path), backend="torch", seq=3))
 
 
 def test_a_model_of_another_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

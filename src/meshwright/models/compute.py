@@ -36,6 +36,7 @@ class Compute:
     adapter_scale: float = 1.0  # of what an adapter adds: see lora.py
     dropout: float = 0.0  # of an adapter's inputs, where a batch has the field `dropout`
     seed: int = 0  # of dropout
+    context: int = 0  # tokens that a sequence may have in an engine; 0: those of the batch
     stationary: bool = False  # weights stay sharded and activations move: see activations.py
 
     @property

@@ -72,15 +72,22 @@ if TYPE_CHECKING:
         scaled,
     )
     from meshwright.ops.relative_bias import relative_bias, relative_bias_at
-    from meshwright.ops.rope import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
+    from meshwright.ops.rope import (
+        LinearScaling,
+        Llama3Scaling,
+        LongRopeScaling,
+        Rope,
+        Scaling,
+        YarnScaling,
+    )
     from meshwright.ops.split_norm import PartialSums, Squares, scale_for_norm, scale_unavailable
 
 __all__ = [
     "COMPILER_OPTIONS", "EXCHANGES", "FEW_TOKENS", "IGNORED", "NF4", "NF4_BLOCK",
     "QUANTIZED_DTYPES", "SCALE", "Dropout", "Fp8Groups", "Fp8Weight", "LinearScaling",
-    "Llama3Scaling", "Mlp", "NormKind", "PartialSums", "Quantized", "Rope", "Rows", "Scaling",
-    "Squares", "YarnScaling", "add_bias", "all_gather", "cross_entropy", "current_device",
-    "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
+    "Llama3Scaling", "LongRopeScaling", "Mlp", "NormKind", "PartialSums", "Quantized", "Rope",
+    "Rows", "Scaling", "Squares", "YarnScaling", "add_bias", "all_gather", "cross_entropy",
+    "current_device", "current_platform", "dequantize_nf4", "drop_trivial_axes", "einsum", "embed",
     "exchange_by_bytes", "expert_capacity", "experts_not_in_fp8", "few_tokens_mlp",
     "few_tokens_unavailable", "float32_matmul", "fp8_einsum", "fp8_groups", "group_alignment",
     "grouped_low_rank", "grouped_matmul", "hashed", "is_hopper", "keeps_logit_gradients",

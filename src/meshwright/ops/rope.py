@@ -45,7 +45,34 @@ class YarnScaling:
     truncate: bool = True  # the ramp begins and ends at whole pairs
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclasses.dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE (Ding et al. 2024): each pair divided by its own factor, attention scaled.
+
+    There are two lists of factors: for contexts of at most `original_max_seq`, and for longer ones.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_seq: int
+    factor: float  # how many times the original length
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("short_factors", "long_factors"):  # lists, as JSON has them
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def check_pairs(self, pairs: int) -> None:
+        """Raise a MeshwrightError unless each pair that is rotated has its factors."""
+        for name in ("short_factors", "long_factors"):
+            if (given := len(getattr(self, name))) != pairs:
+                raise MeshwrightError(
+                    f"LongRoPE with {given} {name.replace('_', ' ')}: heads rotate {pairs} pairs, "
+                    "and each needs one"
+                )
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +88,11 @@ class Rope:
                 f"rotary embedding of {self.dims} dims: it rotates pairs, so it must be even"
             )
 
-    def frequencies(self, head_dim: int) -> np.ndarray:
-        """Radians per position, for each pair of a head that is rotated: [head_dim / 2]."""
+    def frequencies(self, head_dim: int, context: int = 0) -> np.ndarray:
+        """Radians per position, for each pair of a head that is rotated: [head_dim / 2].
+
+        `context`: tokens that a sequence may have, on which LongRoPE's depend.
+        """
         head_dim = self.dims or head_dim
         pair = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
         plain = 1.0 / self.theta**pair
@@ -75,16 +105,21 @@ class Rope:
                 scaled = _llama3(plain, self.scaling)
             case YarnScaling():
                 scaled = _yarn(plain, self.scaling, self.theta, head_dim)
+            case LongRopeScaling(short, long, original):
+                scaled = plain / np.asarray(long if context > original else short)
         return scaled.astype(np.float32)
 
     @property
     def magnitude(self) -> float:
-        """Factor of cosines and sines; 1 except for YaRN."""
-        if not isinstance(self.scaling, YarnScaling):
+        """Factor of cosines and sines; 1 except for YaRN and LongRoPE."""
+        if not isinstance(self.scaling, YarnScaling | LongRopeScaling):
             return 1.0
         if self.scaling.attention_factor is not None:
             return self.scaling.attention_factor
-        return 1.0 if self.scaling.factor <= 1 else 0.1 * math.log(self.scaling.factor) + 1.0
+        growth = math.log(max(self.scaling.factor, 1.0))
+        if isinstance(self.scaling, YarnScaling):
+            return 0.1 * growth + 1.0
+        return math.sqrt(1.0 + growth / math.log(max(self.scaling.original_max_seq, 2)))
 
     def rotate(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """x [.., head_dim] rotated by its `tables`."""
@@ -93,9 +128,11 @@ class Rope:
         rotated = dataclasses.replace(self, dims=None).rotate(x[..., : self.dims], cos, sin)
         return jnp.concatenate([rotated, x[..., self.dims :]], axis=-1)
 
-    def tables(self, positions: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    def tables(
+        self, positions: jax.Array, head_dim: int, context: int = 0
+    ) -> tuple[jax.Array, jax.Array]:
         """Cosines and sines for positions [batch, length]: [batch, length, 1, head_dim / 2]."""
-        frequencies = jnp.asarray(self.frequencies(head_dim))
+        frequencies = jnp.asarray(self.frequencies(head_dim, context))
         angles = positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude
 

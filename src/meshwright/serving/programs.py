@@ -85,7 +85,11 @@ class Steps:
         self.cache_dtype = CACHE_DTYPES[config.cache] if config.cache else self.dtype
         with jax.set_mesh(mesh):
             self.compute = Compute(
-                self.serving.rules("ep" in mesh.shape), self.dtype, scan=False, stationary=True
+                self.serving.rules("ep" in mesh.shape),
+                self.dtype,
+                scan=False,
+                stationary=True,
+                context=max_length,
             )
             call = PagedCall(
                 current_platform(), str(self.dtype), model_config.head_dim,

@@ -31,12 +31,12 @@ from meshwright.models.work import (
     latent_block,
     mlp_block,
 )
-from meshwright.ops import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from meshwright.ops import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 from meshwright.ops.attention import Mask
 
 _ROPE = dataclasses.fields(Rope)
 _SCALINGS: dict[str, Any] = {
-    kind.__name__: kind for kind in (LinearScaling, Llama3Scaling, YarnScaling)
+    kind.__name__: kind for kind in (LinearScaling, Llama3Scaling, YarnScaling, LongRopeScaling)
 }
 # written always; what was added later only where it is not the default, so that what earlier
 # versions wrote of a model stays equal to what is written now
@@ -79,7 +79,11 @@ def _kind_to_dict(kind: LayerKind) -> dict[str, Any]:
         name = type(data["scaling"]).__name__
         later = {"truncate": True}
         scaling = dataclasses.asdict(data["scaling"])
-        said = {n: v for n, v in scaling.items() if n not in later or v != later[n]}
+        said = {
+            name: list(value) if isinstance(value, tuple) else value  # as JSON has it
+            for name, value in scaling.items()
+            if name not in later or value != later[name]
+        }
         data["scaling"] = said | {"kind": name}
     return fields | {"rope": data}
 

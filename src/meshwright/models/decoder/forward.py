@@ -150,7 +150,8 @@ def _forward(
         table = all_gather(params["positions"].astype(compute.dtype), layouts.weight_axes)
         x = x + embed(table, placed(positions) + config.position_offset, layouts.residual)
     by_head = P(*layouts.heads.partitions[:2])
-    rotations = _rotations(config, placed(positions, by_head))
+    context = compute.context or tokens.shape[1]
+    rotations = _rotations(config, placed(positions, by_head), context)
     segments = None if segments is None else placed(segments)
     uncounted = None if segments is None or state is not None else segments == 0
 
@@ -193,7 +194,7 @@ def _forward(
 
 
 def _rotations(
-    config: DecoderConfig, positions: jax.Array
+    config: DecoderConfig, positions: jax.Array, context: int
 ) -> dict[tuple[Rope | None, int], tuple[Callable[[jax.Array], jax.Array], Any]]:
     """How queries and keys at these positions [batch, length] are rotated, by rope and head_dim.
 
@@ -205,7 +206,7 @@ def _rotations(
         if rope is None:
             found[rope, size] = (lambda x: x), None
         elif (rope, size) not in found:
-            cos, sin = rope.tables(positions, size)
+            cos, sin = rope.tables(positions, size, context)
             found[rope, size] = functools.partial(rope.rotate, cos=cos, sin=sin), (cos, sin)
     return found
 

@@ -6,14 +6,20 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.models.decoder.architecture import Fields, Part
 from meshwright.models.decoder.config import DecoderConfig
-from meshwright.models.decoder.hf_rope import DEFAULT_THETA, rope_from_hf, rope_to_hf
+from meshwright.models.decoder.hf_rope import (
+    DEFAULT_THETA,
+    ORIGINAL,
+    ROPE_TYPES,
+    rope_from_hf,
+    rope_to_hf,
+)
 from meshwright.models.huggingface import flag, short, whole
 
 _DEFAULT_WINDOW = 4096  # of Mistral and Qwen, where config.json does not say
 
 _ROPE_FIELDS = frozenset(
     {
-        "rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings",
+        "rope_theta", "rope_scaling", "rope_parameters", ORIGINAL,
         "partial_rotary_factor",
     }
 )  # fmt: skip
@@ -25,19 +31,18 @@ def rotary(
     theta: float = DEFAULT_THETA,
     share: float = 1.0,
     names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
-    scaled: bool = True,
+    kinds: tuple[str, ...] = ROPE_TYPES,
+    original: int | None = None,
 ) -> Part:
     """Rotary embedding, of a part of each head where the architecture has that.
 
     `theta` and `share`, which is that part, are those where a file does not say them, and `names`
     how older files call them.
-    `scaled`: whether there is a rope_type that scales positions; where none is, what
-    original_max_position_embeddings says does not matter.
+    `kinds` are the rope_types that it has. `original` is the field original_max_position_embeddings
+    of architectures that have it beside the scaling and without one, where a file does not say it.
     """
 
     def read(fields: Fields, ours: Fields, where: str) -> dict[str, Any]:
-        if not scaled:
-            fields = {**fields, "original_max_position_embeddings": None}
         settings = fields.get("rope_parameters") or {}
         renamed = {
             name: fields[old] if old in fields else fields.get(name)
@@ -46,7 +51,7 @@ def rotary(
         if renamed["partial_rotary_factor"] is None and not settings.get("partial_rotary_factor"):
             renamed["partial_rotary_factor"] = share
         sizes = ours["max_seq"], ours["head_dim"]
-        rope = rope_from_hf({**fields, **renamed}, *sizes, where, theta, scaled)
+        rope = rope_from_hf({**fields, **renamed}, *sizes, where, theta, kinds, original)
         if rope.dims is not None and not partial:
             raise MeshwrightError(
                 f"{where}: partial_rotary_factor={rope.dims / ours['head_dim']:g} is not honoured: "
@@ -58,6 +63,9 @@ def rotary(
         fields = rope_to_hf(config.rope, config.head_dim)
         if share != 1:
             fields.setdefault("partial_rotary_factor", 1.0)
+        scaling = fields.get("rope_scaling") or {}
+        if original is not None and scaling.get("rope_type") == "longrope":
+            fields |= _as_of_phi3(scaling, config.max_seq)
         older = dict(zip(("rope_theta", "partial_rotary_factor"), names, strict=True))
         return {older.get(name, name): value for name, value in fields.items()}
 
@@ -65,6 +73,16 @@ def rotary(
 
 
 ROPE = rotary()
+
+
+def _as_of_phi3(scaling: Mapping[str, Any], max_seq: int) -> dict[str, Any]:
+    """LongRoPE in the three fields that transformers before 5 insists on."""
+    kept = {name: scaling[name] for name in ("short_factor", "long_factor")}
+    if scaling["factor"] != max_seq / scaling[ORIGINAL]:
+        kept["factor"] = scaling["factor"]
+    if "attention_factor" in scaling:
+        kept["attention_factor"] = scaling["attention_factor"]
+    return {"rope_scaling": {"type": scaling["rope_type"], **kept}, ORIGINAL: scaling[ORIGINAL]}
 
 
 def heads(*, head_dim: int | None = None, kv_heads_may_be_absent: bool = False) -> Part:

@@ -10,9 +10,17 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.huggingface import flag, number, short, whole
-from meshwright.ops import LinearScaling, Llama3Scaling, Rope, Scaling, YarnScaling
+from meshwright.ops import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    Rope,
+    Scaling,
+    YarnScaling,
+)
 
 DEFAULT_THETA = 10000.0
+ORIGINAL = "original_max_position_embeddings"
 _COMMON = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _OF_TYPE = {
     "default": (),
@@ -21,11 +29,11 @@ _OF_TYPE = {
         "factor",
         "low_freq_factor",
         "high_freq_factor",
-        "original_max_position_embeddings",
+        ORIGINAL,
     ),
     "yarn": (
         "factor",
-        "original_max_position_embeddings",
+        ORIGINAL,
         "beta_fast",
         "beta_slow",
         "attention_factor",
@@ -33,7 +41,16 @@ _OF_TYPE = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        ORIGINAL,
+        "factor",
+        "attention_factor",
+    ),
 }
+ROPE_TYPES = tuple(_OF_TYPE)
+_OLDER = {"su": "longrope"}  # what the first Phi-3 files called it
 
 
 def rope_from_hf(
@@ -42,16 +59,20 @@ def rope_from_hf(
     head_dim: int,
     where: str,
     theta: float = DEFAULT_THETA,
-    scaled: bool = True,
+    kinds: tuple[str, ...] = ROPE_TYPES,
+    default_original: int | None = None,
 ) -> Rope:
-    """The Rope that the fields of a config.json describe; `scaled`: whether it may be."""
+    """The Rope that the fields of a config.json describe; `kinds`: the rope_types it may have.
+
+    With `default_original`, fields may say original_max_position_embeddings without a scaling.
+    """
     settings, name = _settings(fields, where), "partial_rotary_factor"
     kind = _one_value(settings, "rope_type", settings, "type", where) or "default"
-    kinds = [*_OF_TYPE] if scaled else ["default"]
-    if not isinstance(kind, str) or kind not in kinds:
+    kind = _OLDER.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in kinds:
         raise MeshwrightError(
-            f"{where}: rope_type {short(kind)} is not supported; only {', '.join(kinds)} "
-            f"{'are' if scaled else 'is, of this architecture'}"
+            f"{where}: rope_type {short(kind)} is not supported; only {', '.join(kinds)} are"
+            f"{'' if kinds == ROPE_TYPES else ', of this architecture'}"
         )
     for key, value in settings.items():
         if key not in _COMMON + _OF_TYPE[kind] and value is not None:
@@ -67,25 +88,19 @@ def rope_from_hf(
     )
     if theta <= 1:
         raise MeshwrightError(f"{where}: rope_theta={theta:g} must be above 1")
-    original = _one_value(
-        settings,
-        "original_max_position_embeddings",
-        fields,
-        "original_max_position_embeddings",
-        where,
-    )
-    if original is not None and kind not in ("llama3", "yarn"):
+    has_original = ORIGINAL in _OF_TYPE[kind]
+    if default_original is not None:
+        said = fields.get(ORIGINAL) or default_original
+        fields = {**fields, ORIGINAL: said if has_original else None}
+    original = _one_value(settings, ORIGINAL, fields, ORIGINAL, where)
+    if original is not None and not has_original:
         raise MeshwrightError(
-            f"{where}: original_max_position_embeddings={short(original)} means nothing with "
-            f"rope_type {kind!r}; remove it"
+            f"{where}: {ORIGINAL}={short(original)} means nothing with rope_type {kind!r}; "
+            "remove it"
         )
-    original = whole({"original_max_position_embeddings": original},
-                     "original_max_position_embeddings", where, max_seq)  # fmt: skip
-    return Rope(
-        theta,
-        _scaling(kind, settings, original, max_seq, where),
-        _rotated_dims(_one_value(settings, name, fields, name, where), head_dim, where),
-    )
+    original = whole({ORIGINAL: original}, ORIGINAL, where, max_seq)
+    dims = _rotated_dims(_one_value(settings, name, fields, name, where), head_dim, where)
+    return Rope(theta, _scaling(kind, settings, original, max_seq, where), dims)
 
 
 def _rotated_dims(factor: Any, head_dim: int, where: str) -> int | None:
@@ -119,13 +134,13 @@ def rope_to_hf(rope: Rope | None, head_dim: int) -> dict[str, Any]:
                 "factor": factor,
                 "low_freq_factor": low,
                 "high_freq_factor": high,
-                "original_max_position_embeddings": original,
+                ORIGINAL: original,
             }
         case YarnScaling(factor, original, fast, slow, attention_factor, truncate):
             scaling = {
                 "rope_type": "yarn",
                 "factor": factor,
-                "original_max_position_embeddings": original,
+                ORIGINAL: original,
                 "beta_fast": fast,
                 "beta_slow": slow,
             }
@@ -133,6 +148,16 @@ def rope_to_hf(rope: Rope | None, head_dim: int) -> dict[str, Any]:
                 scaling["attention_factor"] = attention_factor
             if not truncate:
                 scaling["truncate"] = False
+        case LongRopeScaling(short_factors, long_factors, original, factor, attention_factor):
+            scaling = {
+                "rope_type": "longrope",
+                "short_factor": list(short_factors),
+                "long_factor": list(long_factors),
+                ORIGINAL: original,
+                "factor": factor,
+            }
+            if attention_factor is not None:
+                scaling["attention_factor"] = attention_factor
     partial = {} if rope.dims is None else {"partial_rotary_factor": rope.dims / head_dim}
     return {"rope_theta": rope.theta, "rope_scaling": scaling} | partial
 
@@ -183,6 +208,8 @@ def _scaling(
                 f"{where}: high_freq_factor={high:g} must be above low_freq_factor={low:g}"
             )
         return Llama3Scaling(number(settings, "factor", where), low, high, original)
+    if kind == "longrope":
+        return _long_rope(settings, original, max_seq, where)
     factor = number(settings, "factor", where, max_seq / original)
     fast = number(settings, "beta_fast", where, 32.0)
     slow = number(settings, "beta_slow", where, 1.0)
@@ -191,6 +218,25 @@ def _scaling(
     truncate = flag(settings, "truncate", where, True)
     attention = _yarn_attention(settings, factor, where)
     return YarnScaling(factor, original, fast, slow, attention, truncate)
+
+
+def _long_rope(
+    settings: Mapping[str, Any], original: int, max_seq: int, where: str
+) -> LongRopeScaling:
+    def factors(name: str) -> tuple[float, ...]:
+        values = settings.get(name)
+        if not isinstance(values, list):
+            raise MeshwrightError(f"{where}: {name}={short(values)} must be a list of numbers")
+        return tuple(number({name: value}, name, where) for value in values)
+
+    attention = settings.get("attention_factor")
+    return LongRopeScaling(
+        factors("short_factor"),
+        factors("long_factor"),
+        original,
+        number(settings, "factor", where, max_seq / original),
+        None if attention is None else number(settings, "attention_factor", where),
+    )
 
 
 def _yarn_attention(settings: Mapping[str, Any], factor: float, where: str) -> float | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.models.blocks import ACTIVATIONS
-from meshwright.ops import NormKind, Rope
+from meshwright.ops import LongRopeScaling, NormKind, Rope
 
 NORM_PLACES = ("before", "after", "both")
 ROUTER_SCORES = ("softmax", "sigmoid")
@@ -56,6 +56,9 @@ class AttentionKind:
                 f"head_dim={self.rotated_dim} is odd; it must be even: rotary embedding rotates "
                 "pairs"
             )
+        if self.rope is not None and isinstance(self.rope.scaling, LongRopeScaling):
+            pairs = (self.rope.dims or self.rotated_dim) // 2
+            self.rope.scaling.check_pairs(pairs)
         if self.window is not None and self.window < 1:
             raise MeshwrightError(f"sliding_window={self.window} must be at least 1")
 

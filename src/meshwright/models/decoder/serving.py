@@ -60,7 +60,7 @@ def prompt_keys(
 
     Weights are all-gathered layer by layer: the activations of long prompts are larger.
     """
-    compute = Compute(_context_rules(), compute.dtype, scan=False)
+    compute = Compute(_context_rules(), compute.dtype, scan=False, context=compute.context)
     _, state = forward(weights, {"tokens": prompts}, config, compute, KeptKeys())
     kept: list[Any] = state.layers
     return kept

@@ -1,5 +1,6 @@
 """Which settings of a run PyTorch has, and what they mean there."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.errors import MeshwrightError, UnsupportedModelError
@@ -58,6 +59,23 @@ def _of_transformers(config: TrainConfig) -> Any:
         return None
 
 
+def _check_positions(seq: int, fields: Mapping[str, Any]) -> None:
+    """Raise where transformers would choose LongRoPE's factors by the documents of a batch."""
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    name = "original_max_position_embeddings"
+    original = fields.get(name) or scaling.get(name)
+    if (
+        original is not None
+        and scaling.get("rope_type", scaling.get("type")) in ("longrope", "su")
+        and seq > original
+    ):
+        raise MeshwrightError(
+            f"--seq {seq}: this model's LongRoPE has other factors above {original} positions, and "
+            "transformers' network chooses them by the longest document of a micro-batch; give "
+            f"--seq {original}, or leave --backend torch out, which chooses them by --seq"
+        )
+
+
 def check_settings(config: TrainConfig) -> Any:
     """The model's config; raise if a setting is one that PyTorch does not have."""
     now, usual = flat_settings(config), flat_settings(TrainConfig(config.model))
@@ -112,7 +130,9 @@ def check_settings(config: TrainConfig) -> Any:
             f"{config.model} is not a dense decoder, and --backend torch trains Llama, Mistral, "
             f"Qwen2 and Qwen3 models; {others}"
         )
-    if not is_torch_only(model) and to_hf_config(model)["model_type"] not in _OWN_TYPES:
+    fields = {} if is_torch_only(model) else to_hf_config(model)
+    _check_positions(config.seq, fields)
+    if fields and fields["model_type"] not in _OWN_TYPES:
         model = _of_transformers(config)
         if model is None:
             raise MeshwrightError(

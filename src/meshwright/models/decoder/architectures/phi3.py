@@ -1,4 +1,4 @@
-"""Phi-3: q, k and v in one tensor, gate and up in another."""
+"""Phi-3, 3.5 and 4: q, k and v in one tensor, gate and up in another; LongRoPE."""
 
 from meshwright.models.decoder.architecture import Architecture, Field
 from meshwright.models.decoder.architectures.llama import FIELDS, ONLY, TENSORS, WRITTEN
@@ -20,10 +20,12 @@ PHI3 = Architecture(
     | {f"layers/mlp/{one}": _GATE_UP for one in ("gate", "up")},
     parts=(
         heads(kv_heads_may_be_absent=True),
-        rotary(partial=True, scaled=False),  # in transformers by longrope alone
+        rotary(partial=True, kinds=("default", "longrope"), original=4096),
         window_of_all("Phi3ForCausalLM", default=None),
     ),
     written=WRITTEN | {"pad_token_id": None},
-    only=ONLY | {"attention_bias": (False,)},
-    unused=frozenset({"auto_map", "embd_pdrop", "resid_pdrop"}),
+    only=ONLY | {"attention_bias": (False,), "lm_head_bias": (False,)},
+    unused=frozenset(
+        {"auto_map", "embd_pdrop", "resid_pdrop", "full_attn_mod", "interpolate_factor"}
+    ),
 )
