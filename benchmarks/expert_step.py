@@ -364,8 +364,8 @@ def tables(
     if "kernels" not in found:
         return made
     lines = [
-        "| kernel | groups | forward | forward and backward | error |",
-        "|---|---|---|---|---|",
+        "| kernel | groups | forward | forward and backward |",
+        "|---|---|---|---|",
     ]
     for name in ("ours", "ours, fp8", "tokamax"):
         for groups in ("even", "uneven"):

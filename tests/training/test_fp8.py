@@ -12,7 +12,9 @@ from tests.training.toy import CONFIG, Setting, train
 import meshwright as mw
 from meshwright.errors import MeshwrightError
 from meshwright.machines import CHIPS, Machine
-from meshwright.models import preset
+from meshwright.models import Compute, abstract_arrays, blocks, preset
+from meshwright.models.decoder import decoder_rules
+from meshwright.ops import Fp8Weight
 from meshwright.planner import Workload
 from meshwright.planner.step import StepModel
 from meshwright.planner.workload import Choice
@@ -82,13 +84,47 @@ def test_settings_that_fp8_cannot_have_are_refused():
         ({"matmul": "fp8", "fp8_skips": 1}, "t5-small", "cpu", "fp8 in 8 of 12 layers (simulated"),
         ({"matmul": "fp8"}, "llama-3.2-1b", "v6e", "v6e has the same peak in bfloat16"),
         ({"matmul": "fp8"}, "qwen3-30b-a3b", "h200", "in 48 of 48 layers (e4m3, gradients e5m2)"),
-        ({"matmul": "fp8"}, "qwen3-30b-a3b", "7x", "; not of experts: that is for Hopper GPUs)"),
-        ({"matmul": "fp8"}, "tiny-moe", "h200", "that is slower for matrices 128 wide, under 512)"),
+        ({"matmul": "fp8"}, "qwen3-30b-a3b", "7x", "; not of experts: only Hopper GPUs gain by it)"),
+        ({"matmul": "fp8"}, "tiny-moe", "h200", "matrices 128 wide are slower in it, under 512)"),
+        ({"matmul": "fp8"}, "gpt-oss-20b", "h100", "needs matrices of multiples of 128, these are (2880, 2880))"),
+        ({"matmul": "fp8", "dtype": "float32"}, "mixtral-8x7b", "h100", "is for bfloat16, not float32)"),
     ],
 )  # fmt: skip
 def test_a_run_says_how_many_layers_are_in_fp8(settings, model, chip, words):
     text = matmuls_text(ComputeConfig(**settings), preset(model), CHIPS[chip])
     assert text is words is None or words in text
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "expected"),
+    [(1024, "bfloat16", True), (768, "bfloat16", False), (1088, "bfloat16", False), (1024, "float32", False)],
+)  # fmt: skip
+def test_experts_are_rounded_to_fp8_only_where_the_kernel_takes_them(
+    width, dtype, expected, monkeypatch
+):
+    """As a step for Hopper GPUs is traced, with tp=2; and as its plan counts it."""
+    monkeypatch.setattr(blocks, "current_device", lambda: ("gpu", "NVIDIA H100 80GB HBM3"))
+    config = dataclasses.replace(preset("tiny-moe"), embed=1024, mlp=width)
+    every = abstract_arrays(config)
+    compute = Compute(decoder_rules(), dtype, matmul="fp8")
+    mesh = mw.mesh("dp=1,fsdp=2,tp=2,sp=1", devices=jax.devices()[:4], axis_types="explicit")
+    specs, shardings = (
+        tree["layers"]["mlp"] for tree in (every, mw.shardings(every, compute.rules, mesh=mesh))
+    )
+    arrays = {
+        name: jax.ShapeDtypeStruct(spec.shape, dtype, sharding=shardings[name])
+        for name, spec in specs.items()
+    }
+    with jax.set_mesh(mesh):
+        ready = jax.eval_shape(
+            lambda arrays: blocks.prepare_weights({"mlp": arrays}, {"mlp": specs}, compute), arrays
+        )["mlp"]
+    assert [isinstance(ready[name], Fp8Weight) for name in ("gate", "up", "down")] == [expected] * 3
+    run = Workload.of(
+        with_settings(TrainConfig("tiny-moe"), {"compute.matmul": "fp8", "compute.dtype": dtype}),
+        Machine.parse("h100:4"), config,
+    )  # fmt: skip
+    assert run.fp8_layers(1, "expert", tensor=2) == expected
 
 
 @pytest.mark.parametrize("matmul", ["auto", "fp8"])

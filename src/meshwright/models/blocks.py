@@ -7,6 +7,7 @@ every remat policy: a block takes `x` and an `update` still to be added, and ret
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from meshwright.errors import MeshwrightError
-from meshwright.layouts import ArraySpec
+from meshwright.layouts import ArraySpec, axes_of
 from meshwright.models.activations import ActivationLayouts
 from meshwright.models.compute import OFFLOAD, Compute, remat_policy
 from meshwright.models.lora import Adapted
@@ -198,13 +199,26 @@ def prepare_weights(layers: Params, specs: Params, compute: Compute) -> Params:
 
     def multiplied(w: jax.Array, spec: ArraySpec | None) -> bool:
         if spec is not None and spec.kind == "expert":
-            return experts_not_in_fp8(*current_device(), min(w.shape[-2:])) is None
+            dims = _device_dims(w, compute.layouts.weight_axes)
+            return (
+                experts_not_in_fp8(*current_device(), jnp.dtype(compute.dtype).name, dims) is None
+            )
         return spec is None or spec.kind == "matrix"
 
     return {
         block: {name: ready(w, specs[block].get(name)) for name, w in arrays.items()}
         for block, arrays in layers.items()
     }
+
+
+def _device_dims(matrix: jax.Array, gathered: Sequence[str]) -> tuple[int, int]:
+    """The last two dims of a device's part of a matrix, all-gathered over these axes."""
+    sizes, spec = jax.sharding.get_abstract_mesh().shape, spec_of(matrix)
+    rows, columns = (
+        dim // math.prod(sizes[axis] for axis in axes_of(entry, spec) if axis not in gathered)
+        for dim, entry in zip(matrix.shape[-2:], spec.partitions[-2:], strict=True)
+    )
+    return rows, columns
 
 
 def along_residual(vector: jax.Array, layouts: ActivationLayouts) -> jax.Array:

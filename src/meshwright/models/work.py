@@ -32,7 +32,7 @@ class Experts:
 
     count: int
     per_token: int  # how many of them a token goes through
-    narrowest: int  # the smaller side of their matrices
+    dims: tuple[int, int]  # of their matrices: embed and mlp
 
 
 @dataclasses.dataclass(frozen=True)

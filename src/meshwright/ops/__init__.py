@@ -57,8 +57,9 @@ if TYPE_CHECKING:
         grouped_low_rank,
         grouped_matmul,
     )
+    from meshwright.ops.hopper_grouped import experts_not_in_fp8
     from meshwright.ops.low_rank import Dropout, hashed, low_rank_product
-    from meshwright.ops.mosaic import experts_not_in_fp8, is_hopper, switched_on
+    from meshwright.ops.mosaic import is_hopper, switched_on
     from meshwright.ops.norms import NormKind, add_bias, normalize
     from meshwright.ops.quantized import (
         NF4,

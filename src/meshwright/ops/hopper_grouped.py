@@ -12,18 +12,41 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshwright.ops.collectives import untyped
-from meshwright.ops.mosaic import mosaic, pallas, when
+from meshwright.ops.mosaic import is_hopper, mosaic, pallas, when
 
 ROWS = 128  # of a tile
 _GROUPS = 2  # compute warpgroups
 _BYTES = 128  # of a block, along the dim that is summed
 _STAGES = 4  # blocks in flight
 _PART = 64  # rows and columns that are written at a time
+# of matrices of experts: casts and transposes of narrower ones take longer than fp8 saves
+# (benchmarks/expert_step.py)
+_NARROWEST_IN_FP8 = 512
 
 
 def columns(size: int) -> int | None:
     """Those of a tile: the most that divide a matrix; None if none do."""
     return next((n for n in (256, 192, 128, 64) if size % n == 0), None)
+
+
+@functools.cache
+def experts_not_in_fp8(platform: str, kind: str, dtype: str, dims: tuple[int, int]) -> str | None:
+    """Why a train step in fp8 does not multiply experts in it on such a device, or None.
+
+    `dtype` is that of other matmuls, and `dims` are those of a device's part of a matrix. CPUs
+    simulate fp8, of all sizes.
+    """
+    if platform == "cpu":
+        return None
+    if not is_hopper(kind):
+        return "only Hopper GPUs gain by it"
+    if dtype != "bfloat16":
+        return f"the kernel is for bfloat16, not {dtype}"
+    if any(dim % ROWS for dim in dims):
+        return f"the kernel needs matrices of multiples of {ROWS}, these are {dims}"
+    if min(dims) < _NARROWEST_IN_FP8:
+        return f"matrices {min(dims)} wide are slower in it, under {_NARROWEST_IN_FP8}"
+    return None
 
 
 def rows_product(

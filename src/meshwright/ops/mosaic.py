@@ -18,9 +18,6 @@ from meshwright.ops.collectives import current_device
 HOPPER = frozenset({"H100", "H200", "H800", "H20", "GH200"})
 OLDEST = (0, 11)  # jax version; before, a kernel could not add to an array inside jit
 SWITCH = "MESHWRIGHT_MOSAIC"  # 0: use kernels of libraries and XLA instead of our own
-# of matrices of experts: casts and transposes of narrower ones take longer than fp8 saves
-# (benchmarks/expert_step.py)
-_NARROWEST_IN_FP8 = 512
 LOG2_E = math.log2(math.e)  # GPUs have exp2
 
 
@@ -39,20 +36,6 @@ def unavailable(chips: frozenset[str]) -> str | None:
 def is_hopper(kind: str) -> bool:
     """Whether the device of this kind is a Hopper GPU: `NVIDIA H100 80GB HBM3`."""
     return _is_one_of(kind, HOPPER)
-
-
-def experts_not_in_fp8(platform: str, kind: str, narrowest: int) -> str | None:
-    """Why a train step in fp8 does not multiply experts in it on such a device, or None.
-
-    `narrowest`: the smaller side of their matrices. CPUs simulate fp8, of all sizes.
-    """
-    if platform == "cpu":
-        return None
-    if not is_hopper(kind):
-        return "that is for Hopper GPUs"
-    if narrowest < _NARROWEST_IN_FP8:
-        return f"that is slower for matrices {narrowest} wide, under {_NARROWEST_IN_FP8}"
-    return None
 
 
 def _is_one_of(kind: str, chips: frozenset[str]) -> bool:

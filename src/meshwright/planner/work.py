@@ -216,7 +216,7 @@ def _add_matmuls(
         flops, forward = _matmul(step, shape, 1.0)
         passes = 1.0 + alike.gradient_weights / alike.weights + repeated / alike.weights
         more, backward = _matmul(step, shape, passes)
-        in_fp8 = workload.fp8_layers(stack.layers, one.kind)
+        in_fp8 = workload.fp8_layers(stack.layers, one.kind, choice.tensor)
         faster = efficiency.fp8(step.machine.chip, min(side, tokens))
         layers = slowest * (stack.layers - in_fp8 + in_fp8 / faster)
         total.computed += stack.layers * (flops + more)

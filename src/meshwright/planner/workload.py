@@ -168,16 +168,16 @@ class Workload:
         """Devices that sequences are split over; an engine's are replicated over ep."""
         return choice.data_ranks if self.engine is None else choice.size("dp")
 
-    def fp8_layers(self, layers: int, kind: str = "matrix") -> int:
+    def fp8_layers(self, layers: int, kind: str = "matrix", tensor: int = 1) -> int:
         """Of a stack of so many layers, those whose matmuls with this kind are in fp8."""
         compute = self.config.compute
-        if compute.matmul != "fp8" or (kind == "expert" and not self._are_experts_in_fp8):
+        if compute.matmul != "fp8" or (kind == "expert" and self.experts_not_in_fp8(tensor)):
             return 0
         return max(0, layers - 2 * compute.fp8_skips)
 
-    @cached_property
-    def _are_experts_in_fp8(self) -> bool:
-        return without_fp8(self.model, self.machine.chip) is None
+    def experts_not_in_fp8(self, tensor: int) -> str | None:
+        """Why experts, if there are some, are not multiplied in fp8, split over so many devices."""
+        return without_fp8(self.config.compute, self.model, self.machine.chip, tensor)
 
     @cached_property
     def sizes(self) -> ModelSizes:

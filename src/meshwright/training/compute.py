@@ -189,15 +189,19 @@ def layers_text(config: TrainConfig, model: Any, platform: str, devices: int) ->
     return f"layers: {how} ({why}); --compute.layers {other} runs the other way"
 
 
-def without_fp8(model: Any, chip: Chip) -> str | None:
-    """Why the experts of a model, if it has some, are not multiplied in fp8 on a chip, or None."""
+def without_fp8(compute: ComputeConfig, model: Any, chip: Chip, tensor: int = 1) -> str | None:
+    """Why the experts of a model, if it has some, are not multiplied in fp8 on a chip, or None.
+
+    `tensor`: the size of tp, over which they are split.
+    """
     experts = experts_of(model)
     if experts is None:
         return None
-    return experts_not_in_fp8(chip.platform, chip.device_kinds[0], experts.narrowest)
+    dtype, (embed, mlp) = default_dtype(compute.dtype, chip.platform), experts.dims
+    return experts_not_in_fp8(chip.platform, chip.device_kinds[0], dtype, (embed, mlp // tensor))
 
 
-def matmuls_text(compute: ComputeConfig, model: Any, chip: Chip) -> str | None:
+def matmuls_text(compute: ComputeConfig, model: Any, chip: Chip, tensor: int = 1) -> str | None:
     """A line that says how many layers multiply in fp8; None if none do, or were meant to."""
     if compute.matmul != "fp8":
         without = "note: --compute.fp8-skips has no effect without --compute.matmul fp8"
@@ -210,7 +214,7 @@ def matmuls_text(compute: ComputeConfig, model: Any, chip: Chip) -> str | None:
         how = "simulated: CPUs have no fp8 units"
     elif (chip.fp8_flops or 0) <= chip.bf16_flops:
         how += f"; {chip.name} has the same peak in bfloat16: only all-gathers gain"
-    if why := without_fp8(model, chip):
+    if why := without_fp8(compute, model, chip, tensor):
         how += f"; not of experts: {why}"
     return f"matmuls: fp8 in {in_fp8} of {count(layers, 'layer')} ({how})"
 

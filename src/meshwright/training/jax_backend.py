@@ -176,7 +176,8 @@ class JaxBackend(Backend):
         if platform != "cpu" or settings.layers != "auto" or settings.remat == OFFLOAD:
             yield layers_text(self.config, setup.step.model, platform, self.num_devices)
         chip = known_chip(self._devices[0])
-        matmuls = chip and matmuls_text(settings, setup.step.model, chip)
+        tensor = setup.step.mesh.shape.get("tp", 1)
+        matmuls = chip and matmuls_text(settings, setup.step.model, chip, tensor)
         if matmuls:
             yield matmuls
         if platform == "tpu":

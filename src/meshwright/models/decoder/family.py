@@ -141,7 +141,7 @@ def _work(config: DecoderConfig) -> tuple[Stack, ...]:
 def _mlp_blocks(kind: LayerKind, embed: int) -> tuple[Block, ...]:
     if not kind.experts.count:
         return (mlp_block(kind.mlp.gated, kind.norm_places),)
-    experts = Experts(kind.experts.count, kind.experts.per_token, min(embed, kind.mlp.size))
+    experts = Experts(kind.experts.count, kind.experts.per_token, (embed, kind.mlp.size))
     return expert_blocks(kind.mlp.gated, kind.norm_places, experts, bool(kind.experts.shared))
 
 

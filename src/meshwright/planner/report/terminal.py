@@ -81,8 +81,9 @@ def _header(plan: Plan) -> "list[RenderableType]":
     rows = f"batch {workload.batch:,} × {workload.seq:,} tokens"
     if workload.kind == "train":
         rows += f" = {amount(workload.batch * workload.seq)} tokens a step"
+    compute = _compute(workload, plan.best.choice.tensor)
     kept = (
-        f"{_optimizer(plan)}, parameters {workload.param_dtype}, compute {_compute(workload)}"
+        f"{_optimizer(plan)}, parameters {workload.param_dtype}, compute {compute}"
         if workload.kind == "train"
         else f"serving, weights {workload.dtype}, "
         f"KV cache {plan.best.choice.cache or workload.dtype}"
@@ -100,13 +101,15 @@ def _header(plan: Plan) -> "list[RenderableType]":
     return [title, Text(rows), Text(f"{kept}; {first}", style="dim")]
 
 
-def _compute(workload: Workload) -> str:
+def _compute(workload: Workload, tensor: int) -> str:
     """The dtype of matmuls; with fp8, of how many layers."""
     if workload.config.compute.matmul != "fp8":
         return workload.dtype
     stacks = [stack.layers for stack in workload.sizes.stacks]
     in_fp8 = sum(map(workload.fp8_layers, stacks))
-    return f"{workload.dtype}, fp8 in {in_fp8} of {count(sum(stacks), 'layer')}"
+    why = workload.experts_not_in_fp8(tensor)
+    but = f" but not of experts: {why}" if why else ""
+    return f"{workload.dtype}, fp8 in {in_fp8} of {count(sum(stacks), 'layer')}{but}"
 
 
 def _optimizer(plan: Plan) -> str:

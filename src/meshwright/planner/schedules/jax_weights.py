@@ -83,7 +83,8 @@ class WeightCollectives:
             parts = self.number(1)
             replicas = self.over("dp", "tp") if self.choice.sequence_parallel else replicas
         times, of = self.executions(stack), f"of {a_layer(stack)}"
-        in_fp8 = self.workload.fp8_layers(stack.layers, kind) * self.micro_batches
+        in_fp8 = self.workload.fp8_layers(stack.layers, kind, self.choice.tensor)
+        in_fp8 *= self.micro_batches
         number = self.number
         item = self.device.stored_layers if self.device.quantizes else self.item
         weights: Payload = "layer weights"
