@@ -34,10 +34,16 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("inputs", [128, 256])
-@pytest.mark.parametrize("matmul", ["bfloat16", "fp8"])
-def test_products_and_gradients_are_those_of_each_group(matmul: str, inputs: int) -> None:
-    outputs = 384 if inputs == 128 else 128
+@pytest.mark.parametrize(
+    ("matmul", "inputs", "outputs"),
+    [
+        ("bfloat16", 128, 384), ("bfloat16", 256, 128), ("fp8", 128, 384), ("fp8", 256, 128),
+        ("bfloat16", 192, 320), ("bfloat16", 72, 180), ("fp8", 64, 100),  # padded
+    ],
+)  # fmt: skip
+def test_products_and_gradients_are_those_of_each_group(
+    matmul: str, inputs: int, outputs: int
+) -> None:
     random = np.random.default_rng(inputs)
     x = jnp.asarray(random.normal(size=(ROWS + 128, inputs)) * 3, jnp.bfloat16)
     weights = jnp.asarray(random.normal(size=(len(SIZES), inputs, outputs)) * 0.02, jnp.bfloat16)

@@ -43,17 +43,14 @@ def fp8_groups(weight: fp8.Fp8Weight, gather: Callable[[jax.Array], jax.Array]) 
     return Fp8Groups(gather(weight.values), gather(values), weight.scale)
 
 
-def group_alignment(dtype: Any, *dims: int) -> tuple[int, str]:
+def group_alignment(dtype: Any) -> tuple[int, str]:
     """At multiples of how many rows groups begin, for the kernel that will multiply them; and why.
 
-    `dims` are those of the matrices. 1: by XLA, which on GPUs multiplies every row with the matrix
-    of every group.
+    1: by XLA, which on GPUs multiplies every row with the matrix of every group.
     """
     why = unavailable(HOPPER)
     if why is None and jnp.dtype(dtype) != jnp.bfloat16:
         why = f"it is for bfloat16, not {jnp.dtype(dtype).name}"
-    if why is None and any(dim % hopper_grouped.ROWS for dim in dims):
-        why = f"it needs matrices of multiples of {hopper_grouped.ROWS}, these are {dims}"
     return (1, why) if why is not None else (hopper_grouped.ROWS, "")
 
 

@@ -2,6 +2,7 @@
 
 So a tile of rows is of one group: no tile is masked, and every tile is written whole. Two compute
 warpgroups have 64 rows of a tile of 128 × 256 each; a third fetches blocks of both operands.
+Matrices that no blocks divide are padded: a copy for each product.
 """
 
 import functools
@@ -63,15 +64,18 @@ def rows_product(
     bits the weights are transposed; `dtype` is that of the result, if it is not that of x. `scale`
     multiplies the result before it is rounded.
     """
-    groups, *sizes = weights.shape
-    width = sizes[0] if transposed else sizes[1]
+    outputs = weights.shape[1 if transposed else 2]
+    of_in, of_out = -x.shape[1] % _depth(x), -outputs % _PART
+    x = _padded(x, 0, of_in)
+    weights = _padded(weights, 0, *((of_out, of_in) if transposed else (of_in, of_out)))
+    groups, shape = weights.shape[0], (x.shape[0], outputs + of_out)
 
     def run(*arrays: jax.Array) -> jax.Array:
         body = functools.partial(_rows_kernel, groups=groups, transposed=transposed)
-        return _kernel(body, (x.shape[0], width), dtype or x.dtype)(*arrays)
+        return _kernel(body, shape, dtype or x.dtype)(*arrays)
 
     found: jax.Array = untyped(run, x, weights, tiles, *_as_array(scale))
-    return found
+    return found[:, :outputs] if of_out else found
 
 
 def weights_product(
@@ -87,8 +91,13 @@ def weights_product(
     128. A group of no rows gets zeros. `dtype` and `scale` are those of the result.
     """
     depth, transposed = _depth(x), x.dtype.itemsize == 1
-    rows = 1 if transposed else 0
-    shape = (sizes.shape[0], x.shape[1 - rows], y.shape[1 - rows])
+    inputs, outputs = (array.shape[0 if transposed else 1] for array in (x, y))
+    of_in, of_out = -inputs % ROWS, -outputs % _PART
+    x, y = (
+        _padded(array, *((missing, 0) if transposed else (0, missing)))
+        for array, missing in ((x, of_in), (y, of_out))
+    )
+    shape = (sizes.shape[0], inputs + of_in, outputs + of_out)
     ends, steps = jnp.cumsum(sizes) // depth, sizes // depth
 
     def run(*arrays: jax.Array) -> jax.Array:
@@ -96,7 +105,12 @@ def weights_product(
         return _kernel(body, shape, dtype or x.dtype)(*arrays)
 
     found: jax.Array = untyped(run, x, y, ends - steps, steps, *_as_array(scale))
-    return found
+    return found[:, :inputs, :outputs] if of_in or of_out else found
+
+
+def _padded(x: jax.Array, *after: int) -> jax.Array:
+    """With so many zeros after each dim."""
+    return jnp.pad(x, [(0, number) for number in after]) if any(after) else x
 
 
 def _as_array(scale: jax.Array | None) -> list[jax.Array]:

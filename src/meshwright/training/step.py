@@ -269,7 +269,7 @@ def _written_by_layer(arrays: Any, compute: Compute) -> Any:
     def by_kernel(spec: ArraySpec) -> bool:
         if not apart or spec.kind != "expert" or spec.dims[0] != "layers":
             return False
-        return group_alignment(compute.dtype, *spec.shape[2:])[0] > 1
+        return group_alignment(compute.dtype)[0] > 1
 
     return jax.tree.map(by_kernel, trained_specs(arrays))
 

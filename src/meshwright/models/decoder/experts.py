@@ -130,7 +130,7 @@ def mixture(
             first = lax.axis_index(split) * own if split else 0
             y = _few_tokens(flat, chosen - first, weights, arrays, kind, over)
             return reduce_part(y.reshape(*tokens[0].shape[:2], -1), left, target), sums
-        alignment, _ = group_alignment(compute.dtype, *sizes)
+        alignment, _ = group_alignment(compute.dtype)
 
         def run(rows: Rows) -> jax.Array:
             # an exchange has room for more rows than there are: they are computed again, not saved
