@@ -58,6 +58,17 @@ def disk_errors_in_one_line() -> Iterator[None]:
         raise MeshwrightError(f"{_name(path)} cannot be read or written: {_why(reason)}") from None
 
 
+def final_folder(folder: Path) -> Path:
+    """Where a folder is moved to once it is complete: of a link, what it points to."""
+    folder = folder.resolve() if folder.is_symlink() else folder
+    if os.path.ismount(folder):
+        raise MeshwrightError(
+            f"{_name(folder)} is a mount point, to which no finished folder can be moved; give a "
+            f"new folder in it, such as {_name(folder / 'new')}"
+        )
+    return folder
+
+
 def write_whole(file: Path, content: str | bytes) -> None:
     """Write the file so that at every moment the old or the new content stands there in full."""
     new = file.with_name(f".{file.name}.new")
@@ -235,6 +246,11 @@ def not_a_model(folder: Path) -> str:
     """What a folder without a config.json is, where that shows, and what to give instead of it."""
     if (folder / "tokens.bin").is_file():
         return "the folder is a token store, which --data takes; give a model"
+    if (folder / "adapter_config.json").is_file():
+        return (
+            "the folder is an adapter of PEFT; the whole model is written by meshwright export "
+            f"{folder} OUT --merge"
+        )
     if runs := sorted(path.parent for path in folder.glob("*/checkpoints")):
         return f"the folder holds runs; give one, such as {runs[0]}"
     above = next((up for up in folder.resolve().parents if (up / "checkpoints").is_dir()), None)

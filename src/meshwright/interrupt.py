@@ -105,6 +105,13 @@ def before_end(action: Callable[[], object]) -> contextlib.AbstractContextManage
     return _registered(_before_end, action)
 
 
+@contextlib.contextmanager
+def whatever_ends(action: Callable[[], object]) -> Iterator[None]:
+    """Inside, what Ctrl-C, SIGTERM and SIGHUP do before they end the process."""
+    with before_end(action), termination_calls(lambda number: False):
+        yield
+
+
 def ending_by_signal() -> bool:
     """Whether a signal is ending this process now."""
     return _ending.is_set()

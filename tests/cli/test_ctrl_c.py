@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tests.patience import PATIENCE_S
 
+LLAMA = Path(__file__).parents[1] / "models" / "hf_reference" / "llama-mha"
+
 # ends the process by Ctrl-C when the import of a module begins
 AT_IMPORT = """
 import os, signal, sys
@@ -125,13 +127,31 @@ except KeyboardInterrupt:
     assert ended(code) == (0, "interrupted\n")
 
 
-def test_packing_leaves_nothing_half_written_behind(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_packing_leaves_nothing_half_written_behind(
+    number: signal.Signals, status: int, tmp_path: Path
+) -> None:
     code = f"""{START}
 from meshwright.data.packing import new_store
 from meshwright.data.tokenizers import ByteTokenizer
 with new_store({str(tmp_path / "a.store")!r}, ByteTokenizer()):
-    ctrl_c()
+    os.kill(os.getpid(), {int(number)})
     time.sleep(100_000)
 """
-    assert ended(code) == (130, "stopped\n")
+    assert ended(code) == (status, "stopped\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_export_leaves_nothing_half_written_behind(tmp_path: Path) -> None:
+    code = f"""{START}
+from meshwright.models import load_hf, save_hf
+from meshwright.models.decoder.hf_config import from_hf_config
+from meshwright.models.huggingface import save
+def stopped(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(100_000)
+save.write_index = stopped  # after the weights
+save_hf({str(tmp_path / "model")!r}, load_hf({str(LLAMA)!r}), from_hf_config({str(LLAMA)!r}))
+"""
+    assert ended(code) == (143, "stopped\n")
     assert os.listdir(tmp_path) == []

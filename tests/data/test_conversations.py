@@ -359,7 +359,7 @@ def test_pairs_follow_each_other_and_are_not_trained_on_as_examples(tmp_path: Pa
         ({"messages": "Hi"}, "not a list"),
         ({"messages": [{"role": "user"}]}, "has no 'content'"),
         ({"messages": ["Hi"]}, "a message is str"),
-        ({"messages": None}, "has no 'messages'"),
+        ({"messages": None}, "has null as its 'messages'"),
         ({"conversations": [{"from": "hooman", "value": "x"}]}, "did you mean 'human'"),
         ({"prompt": "a", "completion": 3}, "not a list"),
         ({"instruction": 3, "output": "x"}, "'instruction' is int, not text"),

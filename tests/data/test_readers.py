@@ -128,6 +128,31 @@ def test_a_folder_gives_its_files_in_order_and_names_the_others(tmp_path: Path) 
     assert [file.name for file in others] == ["README.md"]
 
 
+def test_a_folder_gives_what_its_links_lead_to_and_no_stores(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "data"
+    for file in (elsewhere / "b.txt", folder / "a.txt", folder / "a.txt.1a2b.store" / "tokens.bin"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("x")
+    for name in ("meta.json", "saved_tokenizer.json"):
+        (folder / "a.txt.1a2b.store" / name).write_text("{}")
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "again").symlink_to(folder)  # a loop
+    (elsewhere / "up").symlink_to(tmp_path)
+    files, others = find_files(folder)
+    assert [file.name for file in files] == ["a.txt", "b.txt"]
+    assert others == []
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    columns = [arrow.array(["a"]), arrow.array(["b"])]
+    parquet.write_table(arrow.Table.from_arrays(columns, ["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(MeshwrightError, match="more than one column 'text'"):
+        read(tmp_path / "a.parquet")
+
+
 def test_parquet_arrow_and_saved_datasets_give_their_column(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -121,6 +121,26 @@ def test_a_store_is_not_overwritten_unless_asked(tmp_path: Path, store: TokenSto
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "a.store", "b.jsonl"]
 
 
+def test_a_store_is_written_where_a_link_leads(tmp_path: Path, store: TokenStore) -> None:
+    (tmp_path / "disk").mkdir()
+    store.path.rename(tmp_path / "disk/a.store")
+    (tmp_path / "a.store").symlink_to("disk/a.store")
+    other = jsonl(tmp_path / "b.jsonl", ["Other."])
+    assert pack([other], tmp_path / "a.store", BYTES, overwrite=True).store.text(0) == "Other."
+    assert (tmp_path / "a.store").is_symlink()
+    assert os.listdir(tmp_path / "disk") == ["a.store"]
+
+
+def test_a_mount_point_is_refused_before_anything_is_written(
+    tmp_path: Path, store: TokenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
+    (tmp_path / "disk").mkdir()
+    with pytest.raises(MeshwrightError, match=r"disk' is a mount point.* give a new folder in it"):
+        pack([tmp_path / "a.jsonl"], tmp_path / "disk", BYTES)
+    assert os.listdir(tmp_path / "disk") == []
+
+
 def test_a_damaged_store_can_be_packed_again_over_itself(tmp_path: Path, store: TokenStore) -> None:
     (tmp_path / "a.store/meta.json").write_text("{")
     again = pack([tmp_path / "a.jsonl"], tmp_path / "a.store", BYTES, overwrite=True)

@@ -1,16 +1,24 @@
 """Loss on a store and log-likelihoods of choices are those of transformers."""
 
 import json
+import math
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from tests.word_tokenizer import word_tokenizer
 
 import meshwright as mw
 from meshwright.cli.commands import run
-from meshwright.data import ByteTokenizer, pack
+from meshwright.data import ByteTokenizer, load_tokenizer, pack
+from meshwright.evaluate import check_scores_choices, store_loss
+from meshwright.models import preset
+from meshwright.serving import Source
 
 TEXTS = ["Once upon a time there was a fox.", "The end.", "A river and a bridge, and a fox again."]
 QUESTIONS = [
@@ -79,6 +87,63 @@ def test_choices_have_the_log_likelihoods_of_transformers(
     best = [found.index(max(found)) for found in scores.logprobs]
     right = [question.answer == choice for question, choice in zip(questions, best, strict=True)]
     assert scores.accuracy == sum(right) / 2
+
+
+def test_questions_may_begin_with_a_mark_and_hold_line_separators(tmp_path: Path) -> None:
+    from meshwright.evaluate import read_questions
+
+    file = tmp_path / "questions.jsonl"
+    question = {"question": "a\u2028b", "choices": ["c", "d"], "answer": 1}
+    file.write_text(json.dumps(question, ensure_ascii=False) + "\n", encoding="utf-8-sig")
+    assert [one.text for one in read_questions(file)] == ["a\u2028b"]
+
+
+def zeros(config: Any, tokenizer: Any, objective: str = "auto") -> Source:
+    """A model without weights: all tokens are as likely."""
+
+    def read(targets: Any) -> Any:
+        return jax.tree.map(
+            lambda one: jnp.zeros(one.shape, one.dtype, device=one.sharding), targets
+        )
+
+    ends = frozenset({tokenizer.end_of_document})
+    return Source(config, tokenizer, ends, False, "zeros", read, objective=objective)
+
+
+@pytest.mark.parametrize("objective", ["examples", "auto"])
+def test_answers_are_the_targets_of_an_encoder_and_a_decoder(
+    objective: str, tmp_path: Path
+) -> None:
+    """Those of a run trained on examples, and of examples that another model is evaluated on."""
+    records = [{"inputs": "two and two", "targets": "four"}, {"inputs": "one", "targets": "1"}]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pack([tmp_path / "sums.jsonl"], tmp_path / "sums.store", ByteTokenizer())
+    source = zeros(preset("t5-tiny"), ByteTokenizer(), objective)
+    found = store_loss(source, str(tmp_path / "sums.store"), seq=32)
+    assert found.targets == len("four") + len("1") + 2  # and their ends
+    assert found.loss == pytest.approx(math.log(source.config.vocab), rel=1e-5)
+
+
+def test_pairs_of_answers_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
+    pack([tmp_path / "a.jsonl"], tmp_path / "a.store", ByteTokenizer())
+    with pytest.raises(mw.MeshwrightError, match=r"pairs of chosen and rejected answers, and eval"):
+        store_loss(zeros(preset("tiny"), ByteTokenizer()), str(tmp_path / "a.store"))
+
+
+def test_a_file_is_packed_with_the_tokenizer_of_the_model(tmp_path: Path) -> None:
+    """Also of a run, whose folder has no tokenizer.json."""
+    words = {"<end>": 0, "a": 1, "fox": 2, "ran": 3}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(word_tokenizer(words, ["<end>"])))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json", "<end>")
+    (tmp_path / "a.txt").write_text("a fox ran a fox")
+    found = store_loss(zeros(preset("tiny"), tokenizer), str(tmp_path / "a.txt"), seq=16)
+    assert found.targets == 5  # each after the first, and the end
+
+
+def test_choices_of_an_encoder_and_a_decoder_are_refused() -> None:
+    with pytest.raises(mw.MeshwrightError, match="an encoder reads this model's prompts"):
+        check_scores_choices(preset("t5-tiny"))
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,15 @@ def files_of_20_kb() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_folder_is_written_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    (tmp_path / "model").symlink_to("disk/model")
+    save_hf(tmp_path / "model", load_hf(LLAMA), from_hf_config(LLAMA))
+    assert (tmp_path / "model").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
+    assert from_hf_config(tmp_path / "model") == from_hf_config(LLAMA)
+
+
 @pytest.mark.usefixtures("files_of_20_kb")
 def test_a_disk_that_is_full_leaves_nothing_behind(tmp_path: Path) -> None:
     config, params = from_hf_config(LLAMA), load_hf(LLAMA)

@@ -79,9 +79,12 @@ def test_a_stopped_run_resumes_bit_for_bit_and_on_another_mesh_within_rounding(
     mesh = ["--cpu-devices", "4", "--mesh", "fsdp=2,tp=2"]
     through, stopped, moved = tmp_path / "through", tmp_path / "stopped", tmp_path / "moved"
     train_command(model, *SETTINGS, *mesh, "--run", str(through))
-    train_command(model, *SETTINGS, *mesh, "--run", str(stopped), "--stop-at", "5")
+    same_again = model, *SETTINGS, *mesh, "--run", str(stopped), "--stop-at", "5"
+    train_command(*same_again)
+    assert "--stop-at 5 ends it there; leave that out to go on" in train_command(*same_again)
     shutil.copytree(stopped, moved)
-    assert "resuming from step 5" in train_command(model, *SETTINGS, *mesh, "--run", str(stopped))
+    # a run's own settings continue it
+    assert "resuming from step 5" in train_command("--config", str(stopped / "config.json"))
     other = ["--cpu-devices", "2", "--mesh", "dp=2"]
     train_command(model, *SETTINGS, *other, "--run", str(moved))
     assert losses(stopped) == losses(through)

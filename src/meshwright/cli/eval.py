@@ -67,7 +67,13 @@ def evaluate(settings: EvalSettings) -> None:
             "nothing to evaluate on; give --data STORE, --choices FILE.jsonl for questions, or "
             "--tasks of lm-eval, such as arc_easy,hellaswag"
         )
-    from meshwright.evaluate import answer_choices, read_questions, run_tasks, store_loss
+    from meshwright.evaluate import (
+        answer_choices,
+        check_scores_choices,
+        read_questions,
+        run_tasks,
+        store_loss,
+    )
     from meshwright.hub import MODEL, local_folder
     from meshwright.serving import chat_folder, load, model_source
 
@@ -81,9 +87,12 @@ def evaluate(settings: EvalSettings) -> None:
     tasks = _tasks(settings)
     manager = None if tasks is None else tasks.manager()  # or an error, before weights are read
     results: dict[str, Any] = {}
+    source = model_source(model, **named)
+    if questions is not None:
+        check_scores_choices(source.config)
     if data is not None:
         loss = store_loss(
-            model_source(model, **named), data, model=str(chat_folder(local_folder(model, MODEL))),
+            source, data, model=str(chat_folder(local_folder(model, MODEL))),
             batch=settings.batch, seq=settings.seq, mesh=mesh, dtype=dtype,
         )  # fmt: skip
         results |= loss.data()

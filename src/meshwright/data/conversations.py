@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.data.fields import value_of_key
 from meshwright.errors import MeshwrightError, did_you_mean
 
 Record = Mapping[str, Any]
@@ -166,8 +167,7 @@ def check_format(name: str) -> str:
 def examples_of(record: Record, name: str) -> list[Example]:
     """The example of a record, or the chosen and the rejected one."""
     for key in FORMATS[name].keys:
-        if record.get(key) is None:
-            raise MeshwrightError(f"has no {key!r}{did_you_mean(key, map(str, record))}")
+        value_of_key(record, key)
     return FORMATS[name].examples(record)
 
 

@@ -77,7 +77,7 @@ class Fields:
 
     def _base64(self, record: Mapping[str, Any], key: str) -> list[int]:
         try:
-            data = base64.b64decode(_value(record, key), validate=True)
+            data = base64.b64decode(value_of_key(record, key), validate=True)
             return np.frombuffer(data, self.base64_dtype).astype(np.int64).tolist()
         except (binascii.Error, ValueError, TypeError) as reason:
             if isinstance(reason, MeshwrightError):
@@ -107,13 +107,16 @@ def _parsed(spec: str) -> list[tuple[str, int]]:
 
 
 def _text(record: Mapping[str, Any], key: str) -> str:
-    value = _value(record, key)
+    value = value_of_key(record, key)
     if isinstance(value, bool) or not isinstance(value, str | numbers.Number):
         raise MeshwrightError(f"field {key!r} is {type(value).__name__}, not text or a number")
     return str(value)
 
 
-def _value(record: Mapping[str, Any], key: str) -> Any:
-    if record.get(key) is None:
+def value_of_key(record: Mapping[str, Any], key: str) -> Any:
+    """What a record has under a key; an error if that is nothing."""
+    if key in record and record[key] is None:
+        raise MeshwrightError(f"has null as its {key!r}; give it a value, or leave the record out")
+    if key not in record:
         raise MeshwrightError(f"has no {key!r}{did_you_mean(key, map(str, record))}")
     return record[key]

@@ -29,14 +29,19 @@ PACKING = 2  # a new number packs every file again
 
 
 def open_or_pack(
-    path: str, tokenizer_name: str = "bytes", say: Callable[[str], None] = print
+    path: str,
+    tokenizer: str | Tokenizer = "bytes",
+    say: Callable[[str], None] = print,
+    *,
+    template: Path | None = None,
 ) -> TokenStore:
     """The token store in that folder, or that of a data file, which is packed on first use.
 
     Arguments:
         path: a token store, a file that `meshwright data pack` takes, or a dataset on the Hub.
-        tokenizer_name: as `load_tokenizer` takes it; its folder may hold a chat template.
+        tokenizer: itself, or as `load_tokenizer` takes it: its folder may hold a template.
         say: told when it is packed.
+        template: the folder of the chat template, if it is another, or the tokenizer has none.
     """
     file, on_hub = Path(path), hub_name(path)
     if kind_of(file) is not None and not file.exists():
@@ -45,9 +50,13 @@ def open_or_pack(
         return TokenStore.open(path)
     from meshwright.data.chat_templates import load_chat_template  # needs jinja2
 
-    tokenizer = load_tokenizer(tokenizer_name)
-    folder = tokenizer_folder(tokenizer_name)
-    encoding = Encoding(template=load_chat_template(folder), template_name=str(folder))
+    folder = template
+    if isinstance(tokenizer, str):
+        folder = folder or tokenizer_folder(tokenizer)
+        tokenizer = load_tokenizer(tokenizer)
+    encoding = Encoding()
+    if folder is not None:
+        encoding = Encoding(template=load_chat_template(folder), template_name=str(folder))
     if on_hub is None:
         source, content = path, _content(file)
     else:  # the commit says what it holds

@@ -283,9 +283,14 @@ def held_out_loader(
 
 
 def all_sequences_loader(
-    mixture: Mixture, *, batch: int, seq: int, objective: Objective | None = None
+    mixture: Mixture,
+    *,
+    batch: int,
+    seq: int,
+    objective: Objective | None = None,
+    packed: bool = True,
 ) -> Loader:
     """All sequences of all stores once, in order; padding fills the last batch."""
-    samples = AllSamples(mixture, seq)
+    samples = AllSamples(mixture, seq, packed)
     steps = -(-samples.count // max(batch, 1))
-    return Loader(mixture, samples, batch, seq, steps=steps, objective=objective)
+    return Loader(mixture, samples, batch, seq, steps=steps, objective=objective, packed=packed)

@@ -44,9 +44,9 @@ from meshwright.data.store import (
 )
 from meshwright.data.tokenizers import Ids, Tokenizer, added_tokens
 from meshwright.errors import MeshwrightError, one_of, sentence
-from meshwright.files import cannot_be_written
+from meshwright.files import cannot_be_written, final_folder
 from meshwright.hub import pinned
-from meshwright.interrupt import before_end
+from meshwright.interrupt import whatever_ends
 from meshwright.present import count
 
 BATCH_CHARACTERS = 2_000_000  # tokenized at once; bounds the memory
@@ -277,13 +277,13 @@ def new_store(
 
     It appears at `out` complete, when the block ends without error.
     """
-    target = Path(out)
+    target = final_folder(Path(out))
     _check_target(target, overwrite)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with (
-            before_end(lambda: shutil.rmtree(partial, ignore_errors=True)),
+            whatever_ends(lambda: shutil.rmtree(partial, ignore_errors=True)),
             closing(StoreWriter(partial, tokenizer, special_tokens, weights)) as writer,
         ):
             yield writer

@@ -8,6 +8,7 @@ import gzip
 import importlib
 import io
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from meshwright.data.splits import ALL, choose_split, split_to_train_on
+from meshwright.data.store import META, TOKENS
 from meshwright.errors import MeshwrightError, did_you_mean, not_installed, one_of
 from meshwright.hub import dataset_folder
 from meshwright.present import count
@@ -83,12 +85,7 @@ def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path]
         return [file for name in chosen for file in _saved_dataset(path / name)], []
     if (path / "state.json").is_file():
         return _saved_dataset(path), []
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file()
-        and not any(part.startswith(".") for part in file.parts[len(path.parts) :])
-    )
+    files = sorted(file for file in _files_below(path) if file.is_file())
     known = [file for file in files if kind_of(file)]
     if not known:
         raise MeshwrightError(
@@ -97,6 +94,21 @@ def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path]
     known = [file for file in known if not _describes_data(file)] or known
     others = [file for file in files if file not in known]
     return choose_split(path, known, split), others
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Those of a folder and, through links too, of the folders in it; none that are hidden.
+
+    Token stores are left out: files that were packed on first use have theirs beside them.
+    """
+    entered = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in entered or {META, TOKENS} <= set(names):
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(place, name) for name in names if not name.startswith("."))
 
 
 def _files_to_download(source: str, names: Sequence[str], split: str | None) -> list[str]:
@@ -365,6 +377,8 @@ def _record_batches(file: Path, columns: tuple[str, ...] | None, arrow: Any) -> 
 
 
 def _check_columns(file: Path, columns: tuple[str, ...] | None, names: list[str]) -> None:
+    if twice := next((field for field in columns or () if names.count(field) > 1), None):
+        raise MeshwrightError(f"'{file}' has more than one column '{twice}'; leave one of them")
     for field in set(columns or ()) - set(names):
         raise MeshwrightError(
             f"'{file}' has no column '{field}'{did_you_mean(field, names)} Use --field"

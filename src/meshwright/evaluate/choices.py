@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import MeshwrightError
+from meshwright.models import encodes_prompts
 from meshwright.serving import LanguageModel, Request, Sampling
 
 
@@ -55,7 +56,7 @@ class ChoiceScores:
 def read_questions(file: Path) -> tuple[Question, ...]:
     """The questions of a .jsonl file."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except OSError as reason:
         raise MeshwrightError(f"{file} cannot be read: {reason.strerror or reason}") from None
     except UnicodeDecodeError:
@@ -96,8 +97,18 @@ def _question(line: str, where: str) -> Question:
     return Question(text, tuple(choices), answer)
 
 
+def check_scores_choices(model_config: Any) -> None:
+    """Raise if choices cannot be scored as what continues a question."""
+    if encodes_prompts(model_config):
+        raise MeshwrightError(
+            "--choices scores choices as continuations of their question, and an encoder "
+            "reads this model's prompts; give a decoder, or --data with examples"
+        )
+
+
 def answer_choices(model: LanguageModel, questions: Sequence[Question]) -> ChoiceScores:
     """Score every choice of every question, all in one batch."""
+    check_scores_choices(model.source.config)
     requests, starts = [], []
     for question in questions:
         begun = model.source.encode(question.text)

@@ -2,20 +2,23 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
-from meshwright.data import Loader, all_sequences_loader
+from meshwright.data import Loader, Mixture, all_sequences_loader, open_or_pack
 from meshwright.errors import MeshwrightError
 from meshwright.hub import hub_name
 from meshwright.layouts import fit, stored
+from meshwright.models import family_of
 from meshwright.serving import Source, generation_mesh
 from meshwright.training import (
+    DPO,
     ComputeConfig,
     TrainConfig,
     abstract_step,
-    mixture_of,
+    check_objective,
     objective_of,
 )
 
@@ -45,7 +48,8 @@ def store_loss(
 ) -> StoreLoss:
     """The mean loss of the targets of a token store, or of a file that is packed on first use.
 
-    `model` is the folder whose tokenizer packs a file. Texts are read in sequences of `seq` tokens.
+    `model` is the folder whose chat template a file of conversations is packed with. Texts are read
+    in sequences of `seq` tokens. The targets are those of the objective that a run was trained on.
     """
     if hub_name(data) is not None:
         raise MeshwrightError(
@@ -54,22 +58,53 @@ def store_loss(
         )
     kept: Literal["float32", "bfloat16"] = "bfloat16" if dtype == "bfloat16" else "float32"
     compute = ComputeConfig(dtype=dtype, param_dtype=kept)
-    config = TrainConfig(model, data=data, batch=batch, seq=seq, compute=compute)
+    template = Path(model) if model else None
+    mixture = Mixture.parse(
+        data, lambda path: open_or_pack(path, source.tokenizer, template=template)
+    )
+    config = TrainConfig(
+        model,
+        data=data,
+        batch=batch,
+        seq=seq,
+        compute=compute,
+        objective=_objective(source, mixture),
+    )
     step = abstract_step(config, generation_mesh(mesh), source.config)
-    mixture = mixture_of(config)
     if mixture.tokenizer.identity != source.tokenizer.identity:
         raise MeshwrightError(
             f"data {data!r} was packed with a tokenizer that is not the model's; pack it with "
             "that: meshwright data pack --tokenizer"
         )
-    objective = objective_of(config, step.model, mixture.tokenizer)
-    length = seq if objective is None else objective.raw_length
-    loader = all_sequences_loader(mixture, batch=batch, seq=length, objective=objective)
+    objective, length, packed = objective_of(config, step.model, mixture.tokenizer), seq, True
+    if objective is not None:
+        check_objective(objective, mixture)
+        length, packed = objective.raw_length, not objective.of_examples
+    loader = all_sequences_loader(
+        mixture, batch=batch, seq=length, objective=objective, packed=packed
+    )
     on_disk = jax.tree.map(
         lambda target, spec: stored(target, spec.unpadded_shape), step.state.params, step.arrays
     )
     params = fit(source.read(on_disk), step.state.params)
     return _summed(params, loader, step)
+
+
+def _objective(source: Source, mixture: Mixture) -> Any:
+    """The run's; of a model that no run trained, `examples` where it has that and the data is some.
+
+    That of preference pairs compares two models: the loss is then that of next tokens.
+    """
+    if pairs := [store.name for store in mixture.stores if store.holds_pairs]:
+        raise MeshwrightError(
+            f"data '{pairs[0]}' holds pairs of chosen and rejected answers, and eval measures the "
+            "loss of single texts or examples; pack those, as with --format messages"
+        )
+    if source.objective not in ("auto", DPO):
+        return source.objective
+    has_examples = any(store.weights is not None for store in mixture.stores)
+    known = family_of(source.config).objectives
+    return "examples" if has_examples and "examples" in known else "auto"
 
 
 def _summed(params: Any, loader: Loader, step: Any) -> StoreLoss:

@@ -66,6 +66,8 @@ class Source:
     """The source, for messages."""
     read: Callable[[Any], Any]
     """Reads the weights for a tree of abstract arrays with shardings."""
+    objective: str = "auto"
+    """What a run was trained on; of others auto."""
     generation_config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """The fields of generation_config.json; see `defaults_of`."""
     weights: Callable[[], Any] = lambda: None
@@ -349,6 +351,7 @@ def _run(
         tokenizer=tokenizer,
         ends=frozenset({tokenizer.end_of_document})
         | _hf_ends(config.hf_config or {}, generation_config),
+        objective=str(fields.get("objective", "auto")),
         generation_config=generation_config,
         special_tokens=fields.get("special_tokens") is True,  # as in the data; none in old runs
         name=f"step {chosen} of {folder}",

@@ -1,5 +1,6 @@
 """What a run says of itself: the lines before its first step, and the files in its folder."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -44,7 +45,8 @@ def run_description(
     config.json has all settings, run.json what the page shows first.
     """
     mixture = backend.loader.mixture
-    settings = config_to_dict(config) | {
+    # a run's own record says how to continue it, which is to the end
+    settings = config_to_dict(dataclasses.replace(config, stop_at=None)) | {
         "model_config": model_to_dict(backend.model),
         "hf_config": backend.model.hf_config,
         "base": base,

@@ -117,7 +117,10 @@ class Loop:
             self.checkpoints.losses = self.eval_losses
         last = config.steps if config.stop_at is None else min(config.steps, config.stop_at)
         if first >= last:
-            self._say(f"nothing to do: {config.run} is at step {first}, and {last} are wanted")
+            wanted = f"{last} are wanted"
+            if last < config.steps:
+                wanted = f"--stop-at {last} ends it there; leave that out to go on"
+            self._say(f"nothing to do: {config.run} is at step {first}, and {wanted}")
             return
         if why := self._no_longer_better():
             self._say(f"nothing to do: {why}; a larger --eval.patience continues {config.run}")

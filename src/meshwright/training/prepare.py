@@ -83,7 +83,7 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
         tokenizer = load_tokenizer(str(weights))
     objective = objective_of(config, model, mixture.tokenizer)
     if objective is not None:
-        _check_objective(objective, mixture)
+        check_objective(objective, mixture)
     packed = config.pack and (objective is None or not objective.of_examples)
     seq = config.seq if objective is None else objective.raw_length
     held_out = config.eval.sequences
@@ -122,7 +122,7 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
     return Data(loader, eval_loader, dataclasses.replace(model, hf_config=fields))
 
 
-def _check_objective(objective: EncoderDecoderObjective, mixture: Mixture) -> None:
+def check_objective(objective: EncoderDecoderObjective, mixture: Mixture) -> None:
     """Raise if a store holds texts where examples are needed, or the reverse."""
     for store in mixture.stores:
         if store.weights is not None and not objective.of_examples:

@@ -54,6 +54,18 @@ def test_a_resumed_run_has_each_step_once(tmp_path: Path) -> None:
     assert [event["step"] for event in metrics.events] == [6]
 
 
+def test_texts_and_loads_past_the_step_are_dropped_too(tmp_path: Path) -> None:
+    with MetricsLog(tmp_path) as log:
+        for step in (2, 4):
+            log.note(step, "sample", prompt="a", text="b")
+            log.note(step, "expert_loads", loads=[[1.0]])
+        log.note(4, "ended", state="stopped")
+    with MetricsLog(tmp_path, resume_step=2):
+        pass
+    events = [(event["event"], event["step"]) for event in read_metrics(tmp_path).events]
+    assert events == [("sample", 2), ("expert_loads", 2), ("ended", 4)]
+
+
 @given(cut=st.integers(0, 400))
 def test_a_line_cut_short_anywhere_loses_that_line_only(
     cut: int, tmp_path_factory: pytest.TempPathFactory

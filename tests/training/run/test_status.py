@@ -87,10 +87,10 @@ def test_the_noted_end_counts_until_the_run_goes_on(
     monkeypatch.setattr("meshwright.training.run.metrics.time.time", lambda: 5.0)  # as lines stand
     with only_run_in(made(tmp_path, 4)):
         with MetricsLog(tmp_path) as log:
-            log.note(4, ENDED, state="stopped", reason="SIGTERM")
+            log.note(5, ENDED, state="stopped", reason="SIGTERM")  # a step without a line
         status = run_status(tmp_path, read_metrics(tmp_path))
         assert (status.state, status.step, status.steps, status.reason) == (
-            "stopped", 4, 10, "SIGTERM",
+            "stopped", 5, 10, "SIGTERM",
         )  # fmt: skip
         with MetricsLog(tmp_path, resume_step=4) as log:
             log.note(4, RESUMED, mesh="fsdp=2")

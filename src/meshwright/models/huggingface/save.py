@@ -21,7 +21,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshwrightError
+from meshwright.files import final_folder
 from meshwright.hub import TOKENIZER
+from meshwright.interrupt import whatever_ends
 from meshwright.layouts import ArraySpec, tree_paths
 from meshwright.models.huggingface.arrays import HfArray, HfModel
 from meshwright.models.huggingface.fields import SPECIAL_TOKENS, read_hf_config
@@ -77,10 +79,17 @@ def save_folder(
     files = plan_files(planned, max_file_bytes, model.weights_file)
 
     writes = jax.process_index() == 0
-    whole = folder.absolute()
+    whole = final_folder(folder).absolute()
     partial = whole.with_name(f".{whole.name}.part-{os.getpid()}")
+
+    def remove() -> None:
+        if writes:
+            shutil.rmtree(partial, ignore_errors=True)
+
     problem = None
+    ended = contextlib.ExitStack()
     try:
+        ended.enter_context(whatever_ends(remove))
         if writes:
             beside = _tokenizer_folder(model.source) if tokenizer is None else Path(tokenizer)
             problem = _try(folder, lambda: _start(folder, partial, fields, beside, model))
@@ -93,11 +102,11 @@ def save_folder(
             for _ in values:  # every process takes part in every gather, also after a failure
                 pass
         if writes and problem is None:
-            problem = _try(folder, lambda: _finish(folder, partial, files))
+            problem = _try(folder, lambda: _finish(whole, partial, files))
         _raise_everywhere(problem)
     finally:
-        if writes:
-            shutil.rmtree(partial, ignore_errors=True)
+        ended.close()
+        remove()
     return folder
 
 

@@ -37,6 +37,12 @@ class Metrics:
     unreadable: int = 0  # lines cut short by a crash or a full disk
     end: dict[str, Any] | None = None  # the event, unless a line after it tells that a run went on
 
+    @property
+    def step(self) -> int:
+        """The last that is known of; not every step has a line."""
+        ends = [] if self.end is None else [self.end]
+        return max((record["step"] for record in [*self.records, *ends]), default=0)
+
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """The steps that have `name`, and its values."""
         records = [record for record in self.records if name in record]
@@ -118,7 +124,7 @@ class MetricsLog:
                 sink.write(int(step), numbers)
 
     def note(self, step: int, event: str, **about: Any) -> None:
-        """Add an event, such as `note(40, "resumed", mesh="fsdp=8")`; resuming keeps them all."""
+        """Add an event, such as `note(40, "resumed", mesh="fsdp=8")`."""
         if self._writes:
             about = {"step": int(step), "event": event, "time": round(time.time(), 3)} | about
             self._append(about)
@@ -196,7 +202,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def _keep_until(file: Path, step: int | None) -> None:
-    """Drop half lines and, given a step, the lines past it; atomically."""
+    """Drop half lines and, given a step, what was measured past it; atomically."""
     try:
         lines = file.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -204,7 +210,9 @@ def _keep_until(file: Path, step: int | None) -> None:
     kept = []
     for line in lines:
         record = _parsed(line) if line.strip() else None
-        if record is not None and (step is None or "event" in record or record["step"] <= step):
+        if record is not None and (
+            step is None or record["step"] <= step or record.get("event") in (RESUMED, ENDED)
+        ):
             kept.append(line)
     text = b"".join(line + b"\n" for line in kept)
     if text == b"\n".join(lines):

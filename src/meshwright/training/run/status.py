@@ -37,7 +37,7 @@ class RunStatus:
 
 def run_status(folder: Path, metrics: Metrics) -> RunStatus:
     """The state of the run in a folder, given its metrics."""
-    step = max((record["step"] for record in metrics.records), default=0)
+    step = metrics.step
     steps = read_json(folder / "config.json").get("steps")
     steps = steps if isinstance(steps, int) else None
     if metrics.end is not None:

@@ -45,8 +45,7 @@ CURVES = (
 
 def summary(metrics: Metrics) -> list[tuple[str, str]]:
     """Name and value, as shown; what the run did not measure is left out."""
-    steps = [record["step"] for record in metrics.records]
-    told: list[tuple[str, str]] = [("steps", f"{max(steps, default=0):,}")]
+    told: list[tuple[str, str]] = [("steps", f"{metrics.step:,}")]
     tokens = _finite(metrics, "tokens")
     if tokens:
         told.append(("tokens", count_text(tokens[-1])))
