@@ -81,7 +81,7 @@ def test_a_stopped_run_resumes_bit_for_bit_and_on_another_mesh_within_rounding(
     train_command(model, *SETTINGS, *mesh, "--run", str(through))
     same_again = model, *SETTINGS, *mesh, "--run", str(stopped), "--stop-at", "5"
     train_command(*same_again)
-    assert "--stop-at 5 ends it there; leave that out to go on" in train_command(*same_again)
+    assert "--stop-at 5 ends it there; leave that out to continue" in train_command(*same_again)
     shutil.copytree(stopped, moved)
     # a run's own settings continue it
     assert "resuming from step 5" in train_command("--config", str(stopped / "config.json"))

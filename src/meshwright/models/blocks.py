@@ -211,14 +211,14 @@ def prepare_weights(layers: Params, specs: Params, compute: Compute) -> Params:
     }
 
 
-def _device_dims(matrix: jax.Array, gathered: Sequence[str]) -> tuple[int, int]:
-    """The last two dims of a device's part of a matrix, all-gathered over these axes."""
+def _device_dims(matrix: jax.Array, weight_axes: Sequence[str]) -> tuple[int, int]:
+    """The last two dims of a device's part of a matrix that is all-gathered over these axes."""
     sizes, spec = jax.sharding.get_abstract_mesh().shape, spec_of(matrix)
-    rows, columns = (
-        dim // math.prod(sizes[axis] for axis in axes_of(entry, spec) if axis not in gathered)
+    inputs, outputs = (
+        dim // math.prod(sizes[axis] for axis in axes_of(entry, spec) if axis not in weight_axes)
         for dim, entry in zip(matrix.shape[-2:], spec.partitions[-2:], strict=True)
     )
-    return rows, columns
+    return inputs, outputs
 
 
 def along_residual(vector: jax.Array, layouts: ActivationLayouts) -> jax.Array:
