@@ -9,8 +9,6 @@ import pytest
 
 from meshwright.ops import few_tokens_mlp, few_tokens_unavailable, quantize, top_experts
 
-EMBED, MLP = 128, 192
-
 
 def _numbers(array: jax.Array) -> np.ndarray:
     return np.asarray(array.astype(jnp.float32))
@@ -21,30 +19,37 @@ def _silu(x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "per_token", "is_gated", "biased", "dtype"),
+    ("tokens", "experts", "per_token", "is_gated", "biased", "dtype", "sizes"),
     [
-        (1, 8, 3, True, False, None),
-        (2, 16, 4, True, False, "fp8"),
-        (5, 16, 4, True, True, None),
-        (33, 8, 2, False, False, "int8"),
-        (33, 8, 2, False, False, None),
+        (1, 8, 3, True, False, None, (128, 192)),
+        (2, 16, 4, True, False, "fp8", (128, 192)),
+        (5, 16, 4, True, True, None, (192, 80)),  # as gpt-oss with tp=4
+        (5, 16, 4, True, False, "int8", (192, 80)),
+        (33, 8, 2, False, False, "int8", (128, 192)),
+        (33, 8, 2, False, False, None, (128, 160)),
     ],
 )
 def test_each_token_gets_the_sum_of_its_experts(
-    tokens: int, experts: int, per_token: int, is_gated: bool, biased: bool, dtype: str | None
+    tokens: int,
+    experts: int,
+    per_token: int,
+    is_gated: bool,
+    biased: bool,
+    dtype: str | None,
+    sizes: tuple[int, int],
 ) -> None:
-    rng = np.random.default_rng(tokens)
+    rng, (embed, mlp) = np.random.default_rng(tokens), sizes
 
     def drawn(*shape: int) -> jax.Array:
         return jnp.asarray(rng.normal(size=shape) / np.sqrt(shape[-2]), jnp.bfloat16)
 
     names = ("gate", "up") if is_gated else ("up",)
-    arrays = {name: drawn(experts, EMBED, MLP) for name in names}
-    arrays["down"] = drawn(experts, MLP, EMBED)
+    arrays = {name: drawn(experts, embed, mlp) for name in names}
+    arrays["down"] = drawn(experts, mlp, embed)
     if biased:
-        arrays |= {f"{name}_bias": drawn(experts, MLP) for name in names}
-        arrays["down_bias"] = drawn(experts, EMBED)
-    x = drawn(tokens, EMBED)
+        arrays |= {f"{name}_bias": drawn(experts, mlp) for name in names}
+        arrays["down_bias"] = drawn(experts, embed)
+    x = drawn(tokens, embed)
     # from -1 and to one more than there are: experts of other devices
     chosen = np.stack([rng.permutation(experts + 2)[:per_token] - 1 for _ in range(tokens)])
     weights = rng.random((tokens, per_token)).astype(np.float32)
@@ -62,7 +67,7 @@ def test_each_token_gets_the_sum_of_its_experts(
     y = few_tokens_mlp(
         x, jnp.asarray(chosen, jnp.int32), jnp.asarray(weights), given, activate, interpret=True
     ).total()
-    expected = np.zeros((tokens, EMBED), np.float32)
+    expected = np.zeros((tokens, embed), np.float32)
     for token, places in enumerate(chosen):
         for expert, weight in zip(places, weights[token], strict=True):
             if not 0 <= expert < experts:

@@ -10,6 +10,7 @@ Weights of 8 bits are converted to float16 in registers, which is one instructio
 import dataclasses
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,8 @@ from meshwright.ops.split_norm import PartialSums, Squares
 
 FEW_TOKENS = 128  # more take longer to multiply than to read
 _FEWEST = 16  # tokens that a tensor core's matmul takes
-_BLOCK = 64  # of the dims of matrices, which have a multiple of it
+_NARROWEST = 16  # what a tensor core's matmul takes; the dims of matrices have a multiple of it
+_BLOCK = 64  # of a dim, where its size has such a divisor
 _STAGES = 4  # blocks that are being read
 
 Activate = Callable[[jax.Array, jax.Array | None], jax.Array]
@@ -40,8 +42,8 @@ def unavailable(tokens: int, dtype: Any, *dims: int) -> str | None:
         return f"it is for at most {FEW_TOKENS} tokens, these are {tokens}"
     if jnp.dtype(dtype).itemsize != 2:
         return f"it is for 16 bits, not {jnp.dtype(dtype).name}"
-    if any(dim % _BLOCK for dim in dims):
-        return f"it needs matrices of multiples of {_BLOCK}, these are {dims}"
+    if any(dim % _NARROWEST for dim in dims):
+        return f"it needs matrices of multiples of {_NARROWEST}, these are {dims}"
     return no_triton()
 
 
@@ -207,22 +209,28 @@ class _Blocks:
 
 
 def _hidden_blocks(height: int, embed: int, mlp: int, itemsize: int) -> _Blocks:
+    width, depth = _block(mlp), _block(embed)
     if height == _FEWEST:
-        return _Blocks(_BLOCK, _BLOCK, 4, 8) if itemsize > 1 else _Blocks(_BLOCK, _widest(embed), 4)
+        return _Blocks(width, depth, 4, 8) if itemsize > 1 else _Blocks(width, _widest(embed), 4)
     if itemsize == 1:
-        return _Blocks(_widest(mlp) if height <= 64 else _BLOCK, _BLOCK, 4, 3)
-    return _Blocks(_widest(mlp), _BLOCK, 8 if height > 32 else 4)
+        return _Blocks(_widest(mlp) if height <= 64 else width, depth, 4, 3)
+    return _Blocks(_widest(mlp), depth, 8 if height > 32 else 4)
 
 
 def _down_blocks(height: int, embed: int, mlp: int, itemsize: int) -> _Blocks:
+    width, depth = _block(embed), _block(mlp)
     if height == _FEWEST:
-        return _Blocks(_BLOCK, _BLOCK if itemsize > 1 else _widest(mlp), 4)
-    return _Blocks(_widest(embed), _BLOCK, 4)
+        return _Blocks(width, depth if itemsize > 1 else _widest(mlp), 4)
+    return _Blocks(_widest(embed), depth, 4)
+
+
+def _block(dim: int, most: int = _BLOCK) -> int:
+    """The largest power of two that divides a dim, up to `most`."""
+    return math.gcd(dim, most)
 
 
 def _widest(dim: int) -> int:
-    """The largest block that divides a dim."""
-    return 2 * _BLOCK if dim % (2 * _BLOCK) == 0 else _BLOCK
+    return _block(dim, 2 * _BLOCK)
 
 
 def _parts(programs: int, height: int, itemsize: int) -> int:
