@@ -76,6 +76,7 @@ ALLOWED = {
     "src/meshwright/ops/experts.py": (ROW, "of a matrix: a token for one of its experts"),
     "src/meshwright/ops/grouped.py": (ROW, "of a matrix"),
     "src/meshwright/ops/hopper_grouped.py": (ROW, "of a matrix"),
+    "src/meshwright/ops/triton_grouped.py": (ROW, "of a matrix"),
     "src/meshwright/ops/float32_matmul.py": (ROW, "of a matrix"),
     "src/meshwright/ops/__init__.py": (ROW, "of a matrix"),
     "src/meshwright/models/decoder/experts.py": (ROW, "of a matrix"),

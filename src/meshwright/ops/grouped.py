@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from meshwright.ops import fp8, hopper_grouped
+from meshwright.ops import fp8, hopper_grouped, triton_grouped
+from meshwright.ops.attention.paged_triton import unavailable as no_triton
 from meshwright.ops.collectives import current_platform, untyped
 from meshwright.ops.mosaic import HOPPER, unavailable
 from meshwright.ops.quantized import Quantized, round_to_8_bits
@@ -44,14 +45,33 @@ def fp8_groups(weight: fp8.Fp8Weight, gather: Callable[[jax.Array], jax.Array]) 
 
 
 def group_alignment(dtype: Any) -> tuple[int, str]:
-    """At multiples of how many rows groups begin, for the kernel that will multiply them; and why.
+    """At multiples of how many rows groups begin, for the kernel that will multiply them.
 
-    1: by XLA, which on GPUs multiplies every row with the matrix of every group.
+    Beside it why that is not the one for Hopper GPUs, if it is not. 1: by XLA, which on GPUs
+    multiplies every row with the matrix of every group.
     """
+    why = _not_by_hoppers(dtype)
+    is_by_kernel = why is None or _by_triton(dtype)
+    return hopper_grouped.ROWS if is_by_kernel else 1, why or ""
+
+
+def _not_by_hoppers(dtype: Any) -> str | None:
+    """Why the kernel for Hopper GPUs does not multiply, None if it does."""
     why = unavailable(HOPPER)
     if why is None and jnp.dtype(dtype) != jnp.bfloat16:
         why = f"it is for bfloat16, not {jnp.dtype(dtype).name}"
-    return (1, why) if why is not None else (hopper_grouped.ROWS, "")
+    return why
+
+
+def _by_triton(dtype: Any) -> bool:
+    """Whether Triton's kernels multiply: on GPUs, where the one for Hopper GPUs does not."""
+    is_gpu = current_platform() in ("gpu", "cuda") and no_triton() is None
+    return is_gpu and jnp.dtype(dtype).itemsize == 2 and _not_by_hoppers(dtype) is not None
+
+
+def _kernels(dtype: Any) -> Any:
+    """The module of the two products: of rows, and of the gradient of weights."""
+    return triton_grouped if _by_triton(dtype) else hopper_grouped
 
 
 def grouped_matmul(
@@ -90,7 +110,7 @@ def _of_8_bits(x: jax.Array, weights: Quantized, sizes: jax.Array, alignment: in
     """In fp8, with a scale for each row, on Hopper GPUs; else all are converted to x's dtype."""
     groups = jnp.repeat(_groups_of_tiles(x, sizes, alignment), alignment)
     scale = weights.scale.at[groups].get(mode="clip")
-    if alignment > 1:
+    if alignment > 1 and not _by_triton(x.dtype):
         rows, values, dtype = x, weights.values, x.dtype
         if values.dtype == jnp.float8_e4m3fn:
             rows, of_rows = round_to_8_bits(x.astype(jnp.float32), 1, "fp8")
@@ -142,7 +162,8 @@ def weights_product_on_tpu(
 
 @jax.custom_vjp
 def _in_tiles(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    return hopper_grouped.rows_product(x, weights, _groups_of_tiles(x, sizes))
+    found: jax.Array = _kernels(x.dtype).rows_product(x, weights, _groups_of_tiles(x, sizes))
+    return found
 
 
 def _in_tiles_forward(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
@@ -151,8 +172,9 @@ def _in_tiles_forward(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> tup
 
 def _in_tiles_backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, weights, sizes = saved
-    of_x = hopper_grouped.rows_product(gradient, weights, _groups_of_tiles(x, sizes), True)
-    return of_x, hopper_grouped.weights_product(x, gradient, sizes), None
+    kernels, tiles = _kernels(x.dtype), _groups_of_tiles(x, sizes)
+    of_x = kernels.rows_product(gradient, weights, tiles, True)
+    return of_x, kernels.weights_product(x, gradient, sizes), None
 
 
 _in_tiles.defvjp(_in_tiles_forward, _in_tiles_backward)
@@ -181,8 +203,9 @@ def _in_fp8_forward(
 ) -> tuple[jax.Array, Any]:
     rows, of_rows = _rows_in_8_bits(x, sizes, fp8.E4M3)
     saved = rows, of_rows, values, scale, sizes
-    if alignment == 1:
-        return grouped_matmul(_plain(rows, of_rows, x), _plain(values, scale, x), sizes), saved
+    if alignment == 1 or _by_triton(x.dtype):
+        inputs = _plain(rows, of_rows, x), _plain(values, scale, x)
+        return grouped_matmul(*inputs, sizes, alignment), saved
     tiles, scales = _groups_of_tiles(x, sizes), of_rows * scale
     transposed = fp8.once(values).swapaxes(1, 2)
     return hopper_grouped.rows_product(rows, transposed, tiles, True, x.dtype, scales), saved
@@ -193,9 +216,9 @@ def _in_fp8_backward(
 ) -> tuple[jax.Array, jax.Array, None, None, None]:
     rows, of_rows, values, scale, sizes = saved
     arrived, of_arrived = _rows_in_8_bits(gradient, sizes, fp8.E5M2)
-    if alignment == 1:
+    if alignment == 1 or _by_triton(gradient.dtype):
         inputs = _plain(rows, of_rows, gradient), _plain(values, scale, gradient)
-        _, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), *inputs)
+        _, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, alignment), *inputs)
         return *pull(_plain(arrived, of_arrived, gradient)), None, None, None
     dtype, tiles = gradient.dtype, _groups_of_tiles(rows, sizes)
     of_x = hopper_grouped.rows_product(arrived, values, tiles, True, dtype, of_arrived * scale)

@@ -66,8 +66,8 @@ def rows_product(
     """
     outputs = weights.shape[1 if transposed else 2]
     of_in, of_out = -x.shape[1] % _depth(x), -outputs % _PART
-    x = _padded(x, 0, of_in)
-    weights = _padded(weights, 0, *((of_out, of_in) if transposed else (of_in, of_out)))
+    x = padded(x, 0, of_in)
+    weights = padded(weights, 0, *((of_out, of_in) if transposed else (of_in, of_out)))
     groups, shape = weights.shape[0], (x.shape[0], outputs + of_out)
 
     def run(*arrays: jax.Array) -> jax.Array:
@@ -94,7 +94,7 @@ def weights_product(
     inputs, outputs = (array.shape[0 if transposed else 1] for array in (x, y))
     of_in, of_out = -inputs % ROWS, -outputs % _PART
     x, y = (
-        _padded(array, *((missing, 0) if transposed else (0, missing)))
+        padded(array, *((missing, 0) if transposed else (0, missing)))
         for array, missing in ((x, of_in), (y, of_out))
     )
     shape = (sizes.shape[0], inputs + of_in, outputs + of_out)
@@ -108,7 +108,7 @@ def weights_product(
     return found[:, :inputs, :outputs] if of_in or of_out else found
 
 
-def _padded(x: jax.Array, *after: int) -> jax.Array:
+def padded(x: jax.Array, *after: int) -> jax.Array:
     """With so many zeros after each dim."""
     return jnp.pad(x, [(0, number) for number in after]) if any(after) else x
 

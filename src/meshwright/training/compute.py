@@ -27,6 +27,7 @@ from meshwright.models import (
 from meshwright.ops import (
     EXCHANGES,
     experts_not_in_fp8,
+    group_alignment,
     nontrivial_axes,
     rows_per_token,
     split_axes,
@@ -150,6 +151,21 @@ def exchange_text(setting: str, model: Any, mesh_shape: Mapping[str, int]) -> st
     chosen = choose_exchange(setting, ways, experts.per_token)
     why = "" if setting == "auto" else "as asked; "
     return f"experts: {chosen} over ep={ways} ({why}copies of a token on the way there: {each})"
+
+
+def experts_kernel_text(dtype: Any, model: Any, platform: str) -> str | None:
+    """By what experts are multiplied on a GPU, where that is not the fastest kernel, and why."""
+    if experts_of(model) is None or platform not in ("gpu", "cuda"):
+        return None
+    alignment, why = group_alignment(dtype)
+    if not why:
+        return None
+    kernel = (
+        "Triton's kernel"
+        if alignment > 1
+        else "XLA, which multiplies every token with every expert"
+    )
+    return f"experts: by {kernel} (for the faster one, {why})"
 
 
 def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:

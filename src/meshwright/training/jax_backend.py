@@ -35,7 +35,13 @@ from meshwright.models import ADAPTER, OFFLOAD
 from meshwright.present import bytes_text, duration_text
 from meshwright.training.abstract_step import AbstractStep
 from meshwright.training.backend import Backend, Say
-from meshwright.training.compute import exchange_text, known_chip, layers_text, matmuls_text
+from meshwright.training.compute import (
+    exchange_text,
+    experts_kernel_text,
+    known_chip,
+    layers_text,
+    matmuls_text,
+)
 from meshwright.training.config import AUTO, TrainConfig
 from meshwright.training.exchange import load_pieces
 from meshwright.training.loop import Loop, check_run_folder, supervised
@@ -186,6 +192,8 @@ class JaxBackend(Backend):
             yield f"attention: {setup.step.attention}"
         if exchange := exchange_text(settings.experts, setup.step.model, setup.step.mesh.shape):
             yield exchange
+        if kernel := experts_kernel_text(setup.step.compute.dtype, setup.step.model, platform):
+            yield kernel
         if setup.padding is not None:
             yield f"{setup.padding} (in memory only)"
         for remark in setup.explanation.remarks:
