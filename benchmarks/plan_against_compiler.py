@@ -202,6 +202,10 @@ EXPERT_CASES = [
     case("mixtral-8x7b", "h100:4x8", "dp=1,fsdp=8,ep=4,tp=1,sp=1", 32, 4096),
     case("mixtral-8x7b", "v5p:4x4x4", "dp=1,fsdp=16,ep=4,tp=1,sp=1", 64, 4096),
     case("qwen3-30b-a3b", "h100:4x8", "dp=1,fsdp=32,tp=1,sp=1", 64, 4096, "mlp"),
+    # layers of two kinds in turn, matrices of 2,880
+    case("gpt-oss-20b", "h100:1x8", "dp=1,fsdp=8,tp=1,sp=1", 16, 4096),
+    # by Triton
+    case("qwen3-30b-a3b", "a100-80:1x8", "dp=1,fsdp=8,tp=1,sp=1", 8, 4096),
     # tokens exchanged by all-to-all
     case("qwen3-30b-a3b", "h100:2x8", "dp=1,fsdp=1,ep=16,tp=1,sp=1", 32, 4096),
     case("qwen3-30b-a3b", "h100:4x8", "dp=1,fsdp=2,ep=16,tp=1,sp=1", 64, 4096),

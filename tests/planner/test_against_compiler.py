@@ -179,10 +179,12 @@ def test_experts_are_recorded_on_tpus_and_on_8_to_256_gpus() -> None:
     found = [entry for entry in (*COMPILED, *ON_GPUS) if recorded.key(entry["case"]) in known]
     assert len(found) >= 6
     assert {entry["case"]["model"] for entry in found} == {
-        "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3",
+        "qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b",
     }  # fmt: skip
     machines = [Machine.parse(entry["case"]["on"]) for entry in found]
-    assert {machine.chip.name for machine in machines} == {"v5p", "v6e", "h100"}
+    assert {machine.chip.name for machine in machines} == {
+        "v5p", "v6e", "h100", "a100-80",
+    }  # fmt: skip
     of_gpus = [one.num_devices for one in machines if one.chip.name == "h100"]
     assert (min(of_gpus), max(of_gpus)) == (8, 256)
     assert any("ep=8" in entry["case"]["mesh"] for entry in found)

@@ -65,6 +65,8 @@ class Stack:
     blocks: tuple[Block, ...]
     layers: int
     """How many there are."""
+    period: int = 1
+    """Kinds of layers that follow each other: a loop over layers takes so many at a time."""
 
 
 def attention_block(

@@ -147,6 +147,7 @@ class StackSizes:
     name: str  # "" for the only one, or the one after those that lead
     field: str  # the batch field of its sequence
     layers: int
+    period: int  # layers that a loop takes at a time
     blocks: tuple[BlockSizes, ...]
     dims: Mapping[str, int]  # of its arrays
     latent_norms: int  # numbers of a layer's norms of latents that have gradients
@@ -427,6 +428,7 @@ def _stack(stack: Stack, arrays: Any, rules: Rules) -> StackSizes:
         name="" if stack.path == ("layers",) else stack.path[0].replace("_", " "),
         field=stack.field,
         layers=stack.layers,
+        period=stack.period,
         blocks=tuple(
             _block(block, arrays[block.beside or block.name], rules) for block in stack.blocks
         ),

@@ -126,7 +126,13 @@ def _work(config: DecoderConfig) -> tuple[Stack, ...]:
     else:
         attending = latent_block(attention, first.attention.q_rank is None, first.norm_places)
     stacks = [
-        Stack(("layers",), "tokens", (attending, *_mlp_blocks(first, config.embed)), config.layers)
+        Stack(
+            ("layers",),
+            "tokens",
+            (attending, *_mlp_blocks(first, config.embed)),
+            config.layers,
+            len(config.pattern),
+        )
     ]
     if config.leading:
         blocks = (attending, *_mlp_blocks(config.leading_kind, config.embed))

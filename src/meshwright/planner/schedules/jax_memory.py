@@ -190,6 +190,9 @@ def _backward(step: StepModel, number: int) -> Kinds:
         copies = (2 if device.is_sharded and not in_place else 1) * stack.layer
         if stack.sizes.gradient_weights < stack.sizes.weights and not in_place:
             copies = copies - stack.layer + stack.layer_gradients
+        if device.is_sharded and device.loops and not device.is_tpu:
+            # XLA for GPUs all-gathers all layers of an iteration, and scatters their gradients late
+            copies = stack.sizes.period * copies
         if device.exchange == "ring" and stack.sizes.experts:
             # its loop has the sum of the experts' gradients beside those of a device's tokens, and
             # their weights transposed

@@ -207,6 +207,7 @@ class WeightCollectives:
                 vectors.gradient_arrays,
             )
 
+        yield from self._vectors_of_experts()
         # those of relative positions are summed by distance, before distances share a bucket
         for stack in self.sizes.stacks:
             if stack.is_biased and self.sizes.position_vectors.gradients:
@@ -221,6 +222,23 @@ class WeightCollectives:
                     "gradients of the biases of relative positions",
                     "vector gradients",
                 )
+
+    def _vectors_of_experts(self) -> Iterator[Collective]:
+        """Biases of experts, of which ep splits the experts: added in each iteration of a loop."""
+        vectors, stack = self.sizes.expert_vectors, self.sizes.stacks[-1]
+        together = stack.period if stack.layers % stack.period == 0 else 1
+        yield Collective(
+            "all-reduce",
+            self.over("dp", "fsdp", "sp"),
+            together * self.stored * self.number(vectors.gradients) // stack.layers // self.ep,
+            self.executions(stack) // together,
+            "backward",
+            f"gradients of the biases of experts of {a_layer(stack)}",
+            "layer gradients",
+            vectors.gradient_arrays,
+            stack.layers,
+            stack.name,
+        )
 
     def optimizer(self) -> Iterator[Collective]:
         """Muon needs full matrices: each device gets those of some layers."""
