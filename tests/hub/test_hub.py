@@ -286,7 +286,8 @@ def test_a_dataset_is_packed_on_first_use(hub: Hub, run: Run, tmp_path: Path) ->
     code = f"""
 import os
 os.chdir({str(work)!r})
-from meshwright.training import TrainConfig, mixture_of, with_commits
+from meshwright.training import TrainConfig
+from meshwright.training.setup import mixture_of, with_commits
 config = with_commits(TrainConfig({NAME!r}, data="org/stories:2,embedded:1"))
 assert config.data == "{name}:2,embedded:1", config.data
 [store] = mixture_of(with_commits(TrainConfig({NAME!r}, data="org/stories"))).stores

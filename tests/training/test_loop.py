@@ -197,9 +197,11 @@ def test_settings_come_from_a_file_and_flags_win(
 ) -> None:
     run, again = tmp_path / "run", tmp_path / "again"
     train_command(model, *SETTINGS, "--run", str(run), "--stop-at", "1", "--cpu-devices", "1")
-    train_command("--config", str(run / "config.json"), "--run", str(again), "--stop-at", "2")
+    stops = "--steps", "2"
+    train_command("--config", str(run / "config.json"), "--run", str(again), *stops)
     saved = json.loads((again / "config.json").read_text())
-    assert (saved["stop_at"], saved["batch"], saved["model"]) == (2, 8, model)
+    assert (saved["steps"], saved["batch"], saved["model"]) == (2, 8, model)
+    assert (saved["stop_at"], losses(again)[:1]) == (None, losses(run))
     broken = tmp_path / "broken.json"
     broken.write_text(json.dumps({"model": "tiny", "stepps": 3}))
     assert "did you mean 'steps'" in train_command("--config", str(broken), expect=2)
