@@ -79,6 +79,7 @@ $(NEWEST)/.installed: pyproject.toml
 # what jax 0.10 skips, and what a new jax broke before: kernels, the compiler's accounts and texts,
 # jax's private store, explicit sharding, saving
 SAMPLE := tests/ops/attention/hopper tests/ops/test_grouped.py tests/ops/test_hopper_grouped.py \
+  tests/ops/test_triton_grouped.py \
   tests/ops/attention/test_paged.py tests/ops/test_experts_triton.py tests/training/test_flops.py \
   tests/audits/test_program.py tests/launch/test_coordinator.py tests/layouts/test_shard_in_context.py \
   tests/checkpoint/test_save_and_restore.py tests/serving/test_engine.py
