@@ -125,7 +125,7 @@ def kernels(options: argparse.Namespace) -> dict[str, Any]:
 
     experts, per_token, embed, mlp_size = MODELS[options.model]
     rows = SHAPE[0] * SHAPE[1] * per_token
-    alignment, why = group_alignment(jnp.bfloat16, embed, mlp_size)
+    alignment, why = group_alignment(jnp.bfloat16)
     ways = {
         "ours": (functools.partial(grouped_matmul, alignment=alignment), alignment),
         "ours, fp8": (functools.partial(fp8_matmul, alignment=alignment), alignment),

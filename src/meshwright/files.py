@@ -60,7 +60,7 @@ def disk_errors_in_one_line() -> Iterator[None]:
 
 def final_folder(folder: Path) -> Path:
     """Where a folder is moved to once it is complete: of a link, what it points to."""
-    folder = folder.resolve() if folder.is_symlink() else folder
+    folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
     if os.path.ismount(folder):
         raise MeshwrightError(
             f"{_name(folder)} is a mount point, to which no finished folder can be moved; give a "

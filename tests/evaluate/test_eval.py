@@ -124,6 +124,13 @@ def test_answers_are_the_targets_of_an_encoder_and_a_decoder(
     assert found.loss == pytest.approx(math.log(source.config.vocab), rel=1e-5)
 
 
+def test_data_of_another_kind_than_the_run_was_trained_on_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a fox")
+    source = zeros(preset("t5-tiny"), ByteTokenizer(), "examples")
+    with pytest.raises(mw.MeshwrightError, match=r"holds texts, .* on examples; give examples"):
+        store_loss(source, str(tmp_path / "a.txt"), seq=32)
+
+
 def test_pairs_of_answers_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}))
     pack([tmp_path / "a.jsonl"], tmp_path / "a.store", ByteTokenizer())

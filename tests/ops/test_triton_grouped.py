@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from meshwright.models import preset
-from meshwright.ops import group_alignment, grouped, grouped_matmul, mosaic, triton_grouped
+from meshwright.ops import group_alignment, grouped_matmul, mosaic, triton_grouped
 from meshwright.training.compute import experts_kernel_text
 
 SIZES = np.array([0, 128, 0, 256, 128])
@@ -46,20 +46,29 @@ def close(found: jax.Array, right: np.ndarray) -> None:
 @pytest.fixture
 def pretended_a100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mosaic, "current_device", lambda: ("cuda", "NVIDIA A100-SXM4-80GB"))
-    monkeypatch.setattr(grouped, "current_platform", lambda: "cuda")
+    monkeypatch.setattr(triton_grouped, "current_device", mosaic.current_device)
 
 
 @pytest.mark.usefixtures("pretended_a100")
 def test_other_gpus_take_them() -> None:
     rows, why = group_alignment(jnp.bfloat16)
     assert (rows, why) == (128, "it runs on the GPUs GH200, H100, H20, H200, H800")
-    assert group_alignment(jnp.float32)[0] == 1
+    assert group_alignment(jnp.float32) == (1, "kernels are for 16 bits, not float32")
     model, told = preset("tiny-moe"), []
     for dtype in (jnp.bfloat16, jnp.float32):
         told.append(experts_kernel_text(dtype, model, "cuda"))
-    assert told[0] == f"experts: by Triton's kernel (for the faster one, {why})"
+    assert told[0] == f"experts: by Triton's kernel (the faster kernel is not used: {why})"
     assert told[1].startswith("experts: by XLA, which multiplies every token with every expert (")
     assert experts_kernel_text(jnp.bfloat16, preset("tiny"), "cuda") is None
+
+
+@pytest.mark.parametrize("kind", ["AMD Instinct MI300X", "NVIDIA Tesla T4", "Tesla V100-SXM2-16GB"])
+def test_gpus_that_cannot_take_them_leave_experts_to_xla(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (mosaic, triton_grouped):
+        monkeypatch.setattr(module, "current_device", lambda: ("gpu", kind))
+    assert group_alignment(jnp.bfloat16)[0] == 1
 
 
 @pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax 0.12 lowers them with a GPU only")

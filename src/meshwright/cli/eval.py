@@ -87,12 +87,11 @@ def evaluate(settings: EvalSettings) -> None:
     tasks = _tasks(settings)
     manager = None if tasks is None else tasks.manager()  # or an error, before weights are read
     results: dict[str, Any] = {}
-    source = model_source(model, **named)
     if questions is not None:
-        check_scores_choices(source.config)
+        check_scores_choices(model_source(model, **named).config)
     if data is not None:
         loss = store_loss(
-            source, data, model=str(chat_folder(local_folder(model, MODEL))),
+            model_source(model, **named), data, model=str(chat_folder(local_folder(model, MODEL))),
             batch=settings.batch, seq=settings.seq, mesh=mesh, dtype=dtype,
         )  # fmt: skip
         results |= loss.data()

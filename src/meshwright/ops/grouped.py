@@ -16,7 +16,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from meshwright.ops import fp8, hopper_grouped, triton_grouped
-from meshwright.ops.attention.paged_triton import unavailable as no_triton
 from meshwright.ops.collectives import current_platform, untyped
 from meshwright.ops.mosaic import HOPPER, unavailable
 from meshwright.ops.quantized import Quantized, round_to_8_bits
@@ -51,8 +50,11 @@ def group_alignment(dtype: Any) -> tuple[int, str]:
     multiplies every row with the matrix of every group.
     """
     why = _not_by_hoppers(dtype)
-    is_by_kernel = why is None or _by_triton(dtype)
-    return hopper_grouped.ROWS if is_by_kernel else 1, why or ""
+    if why is None or _by_triton(dtype):
+        return hopper_grouped.ROWS, why or ""
+    if triton_grouped.unavailable() is None:
+        why = f"kernels are for 16 bits, not {jnp.dtype(dtype).name}"
+    return 1, why
 
 
 def _not_by_hoppers(dtype: Any) -> str | None:
@@ -64,9 +66,9 @@ def _not_by_hoppers(dtype: Any) -> str | None:
 
 
 def _by_triton(dtype: Any) -> bool:
-    """Whether Triton's kernels multiply: on GPUs, where the one for Hopper GPUs does not."""
-    is_gpu = current_platform() in ("gpu", "cuda") and no_triton() is None
-    return is_gpu and jnp.dtype(dtype).itemsize == 2 and _not_by_hoppers(dtype) is not None
+    """Whether Triton's kernels multiply: where they can, and the one for Hopper GPUs does not."""
+    is_possible = triton_grouped.unavailable() is None and jnp.dtype(dtype).itemsize == 2
+    return is_possible and _not_by_hoppers(dtype) is not None
 
 
 def _kernels(dtype: Any) -> Any:
@@ -99,10 +101,6 @@ def grouped_low_rank(
     x: jax.Array, a: jax.Array, b: jax.Array, sizes: jax.Array, alignment: int = 1
 ) -> jax.Array:
     """`grouped_matmul` of x and a·b, for a [groups, in, rank] and b [groups, rank, out]."""
-    missing = -a.shape[2] % alignment  # kernels need a rank of so many
-    if missing:
-        a = jnp.pad(a, ((0, 0), (0, 0), (0, missing)))
-        b = jnp.pad(b, ((0, 0), (0, missing), (0, 0)))
     return grouped_matmul(grouped_matmul(x, a, sizes, alignment), b, sizes, alignment)
 
 
@@ -110,7 +108,10 @@ def _of_8_bits(x: jax.Array, weights: Quantized, sizes: jax.Array, alignment: in
     """In fp8, with a scale for each row, on Hopper GPUs; else all are converted to x's dtype."""
     groups = jnp.repeat(_groups_of_tiles(x, sizes, alignment), alignment)
     scale = weights.scale.at[groups].get(mode="clip")
-    if alignment > 1 and not _by_triton(x.dtype):
+    if alignment > 1 and _by_triton(x.dtype):
+        tiles, values = _groups_of_tiles(x, sizes), weights.values.astype(x.dtype)
+        y = triton_grouped.rows_product(x, values, tiles, True)
+    elif alignment > 1:
         rows, values, dtype = x, weights.values, x.dtype
         if values.dtype == jnp.float8_e4m3fn:
             rows, of_rows = round_to_8_bits(x.astype(jnp.float32), 1, "fp8")

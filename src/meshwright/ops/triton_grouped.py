@@ -14,13 +14,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from meshwright.ops.collectives import untyped
+from meshwright.ops.attention.paged_triton import unavailable as no_triton
+from meshwright.ops.collectives import current_device, untyped
 from meshwright.ops.hopper_grouped import ROWS, padded
 
 _NARROWEST = 16  # of a tensor core's matmul
 _WIDEST = 128  # columns of a tile
 _DEPTH = 64  # of a block, along the dim that is summed
 _STAGES = 3  # blocks that are being read
+_OLDER = frozenset({"P100", "V100", "T4", "Tesla"})  # GPUs that do not multiply bfloat16
+
+
+def unavailable() -> str | None:
+    """Why these kernels cannot be used on the current device, None if they can."""
+    platform, kind = current_device()
+    words = kind.replace("-", " ").split()
+    if platform not in ("gpu", "cuda") or "NVIDIA" not in words or _OLDER & set(words):
+        return "they run on NVIDIA GPUs from Ampere (A100) on"
+    return no_triton()
 
 
 def rows_product(

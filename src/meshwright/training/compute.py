@@ -165,7 +165,7 @@ def experts_kernel_text(dtype: Any, model: Any, platform: str) -> str | None:
         if alignment > 1
         else "XLA, which multiplies every token with every expert"
     )
-    return f"experts: by {kernel} (for the faster one, {why})"
+    return f"experts: by {kernel} (the faster kernel is not used: {why})"
 
 
 def check_fp8(config: TrainConfig, model: Any, chip: Chip) -> None:

@@ -42,7 +42,7 @@ def run_description(
 ) -> dict[str, str]:
     """The files of a run's folder, by name; `base` are the frozen weights that it needs.
 
-    config.json has all settings, run.json what the page shows first.
+    config.json has all settings but --stop-at, run.json what the page shows first.
     """
     mixture = backend.loader.mixture
     # a run's own record says how to continue it, which is to the end

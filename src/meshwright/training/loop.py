@@ -119,7 +119,8 @@ class Loop:
         if first >= last:
             wanted = f"{last} are wanted"
             if last < config.steps:
-                wanted = f"--stop-at {last} ends it there; leave that out to continue"
+                passed = "ends it there" if first == last else "has been passed"
+                wanted = f"--stop-at {last} {passed}; leave that out to continue"
             self._say(f"nothing to do: {config.run} is at step {first}, and {wanted}")
             return
         if why := self._no_longer_better():

@@ -79,7 +79,7 @@ def save_folder(
     files = plan_files(planned, max_file_bytes, model.weights_file)
 
     writes = jax.process_index() == 0
-    whole = final_folder(folder).absolute()
+    whole = Path(os.path.realpath(folder)) if folder.is_symlink() else folder.absolute()
     partial = whole.with_name(f".{whole.name}.part-{os.getpid()}")
 
     def remove() -> None:
@@ -249,6 +249,7 @@ def _start(
     folder: Path, partial: Path, fields: dict[str, Any], beside: Path | None, model: HfModel
 ) -> None:
     """The folder to write into, with the config and the tokenizer's files in it."""
+    final_folder(folder)  # or an error
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise MeshwrightError(f"{folder} is there already; give a folder that is new or empty")
     copied = [] if beside is None else tokenizer_files_of(beside)

@@ -211,7 +211,9 @@ def _keep_until(file: Path, step: int | None) -> None:
     for line in lines:
         record = _parsed(line) if line.strip() else None
         if record is not None and (
-            step is None or record["step"] <= step or record.get("event") in (RESUMED, ENDED)
+            step is None
+            or record["step"] <= step
+            or (step > 0 and record.get("event") in (RESUMED, ENDED))  # of this run
         ):
             kept.append(line)
     text = b"".join(line + b"\n" for line in kept)
