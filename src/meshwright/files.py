@@ -60,13 +60,16 @@ def disk_errors_in_one_line() -> Iterator[None]:
 
 def final_folder(folder: Path) -> Path:
     """Where a folder is moved to once it is complete: of a link, what it points to."""
-    folder = Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder.absolute()
+
+
+def check_no_mount_point(folder: Path) -> None:
+    """Raise if no finished folder can be moved there."""
     if os.path.ismount(folder):
         raise MeshwrightError(
             f"{_name(folder)} is a mount point, to which no finished folder can be moved; give a "
             f"new folder in it, such as {_name(folder / 'new')}"
         )
-    return folder
 
 
 def write_whole(file: Path, content: str | bytes) -> None:

@@ -127,7 +127,9 @@ def test_answers_are_the_targets_of_an_encoder_and_a_decoder(
 def test_data_of_another_kind_than_the_run_was_trained_on_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a fox")
     source = zeros(preset("t5-tiny"), ByteTokenizer(), "examples")
-    with pytest.raises(mw.MeshwrightError, match=r"holds texts, .* on examples; give examples"):
+    with pytest.raises(
+        mw.MeshwrightError, match=r"holds texts, .* on examples; give prompts with answers"
+    ):
         store_loss(source, str(tmp_path / "a.txt"), seq=32)
 
 

@@ -85,6 +85,14 @@ def rounded(x: np.ndarray, dtype: object) -> np.ndarray:
     return (x / scale).astype(dtype).astype("f8") * scale
 
 
+def close_up_to_rounding(found: jax.Array, right: np.ndarray) -> None:
+    """To bfloat16; sums are of float32."""
+    assert found.dtype == jnp.bfloat16
+    assert found.shape == right.shape
+    error = np.abs(np.asarray(found, "f8") - right)
+    np.testing.assert_array_less(error, 2**-8 * np.abs(right) + 1e-6 * np.abs(right).max())
+
+
 def in_fp8(weights: jax.Array) -> Fp8Groups:
     return fp8_groups(Fp8Weight(weights, scale_of(weights)), lambda array: array)
 

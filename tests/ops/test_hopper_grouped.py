@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.ops.test_grouped import in_fp8, rounded
+from tests.ops.test_grouped import close_up_to_rounding, in_fp8, rounded
 
 from meshwright.ops import grouped_matmul, hopper_grouped
 from meshwright.ops.mosaic import mosaic
@@ -61,14 +61,7 @@ def test_products_and_gradients_are_those_of_each_group(
         dtypes = jnp.float8_e4m3fn, jnp.float8_e4m3fn, jnp.float8_e5m2
         exact = [rounded(array, dtype) for array, dtype in zip(exact, dtypes, strict=True)]
     x64, w64, g64 = exact
-    close(y[:ROWS], np.einsum("ri,rio->ro", x64, w64[GROUPS]))
-    close(of_x[:ROWS], np.einsum("ro,rio->ri", g64, w64[GROUPS]))
+    close_up_to_rounding(y[:ROWS], np.einsum("ri,rio->ro", x64, w64[GROUPS]))
+    close_up_to_rounding(of_x[:ROWS], np.einsum("ro,rio->ri", g64, w64[GROUPS]))
     of_groups = [x64[one == GROUPS].T @ g64[one == GROUPS] for one in range(len(SIZES))]
-    close(of_weights, np.stack(of_groups))
-
-
-def close(found: jax.Array, right: np.ndarray) -> None:
-    """Up to the rounding to bfloat16; sums are of float32."""
-    assert found.dtype == jnp.bfloat16
-    error = np.abs(np.asarray(found, "f8") - right)
-    np.testing.assert_array_less(error, 2**-8 * np.abs(right) + 1e-6 * np.abs(right).max())
+    close_up_to_rounding(of_weights, np.stack(of_groups))

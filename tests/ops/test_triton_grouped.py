@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.ops.test_grouped import close_up_to_rounding
 
 from meshwright.models import preset
 from meshwright.ops import group_alignment, grouped_matmul, mosaic, triton_grouped
@@ -29,18 +30,10 @@ def test_products_are_those_of_each_group(inputs: int, outputs: int) -> None:
     of_x = triton_grouped.rows_product(g, weights, tiles, True, interpret=True)
     of_weights = triton_grouped.weights_product(x, g, sizes, interpret=True)
     x64, w64, g64 = (np.asarray(array, "f8") for array in (x[:ROWS], weights, g[:ROWS]))
-    close(y[:ROWS], np.einsum("ri,rio->ro", x64, w64[GROUPS]))
-    close(of_x[:ROWS], np.einsum("ro,rio->ri", g64, w64[GROUPS]))
+    close_up_to_rounding(y[:ROWS], np.einsum("ri,rio->ro", x64, w64[GROUPS]))
+    close_up_to_rounding(of_x[:ROWS], np.einsum("ro,rio->ri", g64, w64[GROUPS]))
     of_groups = [x64[one == GROUPS].T @ g64[one == GROUPS] for one in range(len(SIZES))]
-    close(of_weights, np.stack(of_groups))
-
-
-def close(found: jax.Array, right: np.ndarray) -> None:
-    """Up to the rounding to bfloat16; sums are of float32."""
-    assert found.dtype == jnp.bfloat16
-    assert found.shape == right.shape
-    error = np.abs(np.asarray(found, "f8") - right)
-    np.testing.assert_array_less(error, 2**-8 * np.abs(right) + 1e-6 * np.abs(right).max())
+    close_up_to_rounding(of_weights, np.stack(of_groups))
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from meshwright.data.store import (
 )
 from meshwright.data.tokenizers import Ids, Tokenizer, added_tokens
 from meshwright.errors import MeshwrightError, one_of, sentence
-from meshwright.files import cannot_be_written, final_folder
+from meshwright.files import cannot_be_written, check_no_mount_point, final_folder
 from meshwright.hub import pinned
 from meshwright.interrupt import whatever_ends
 from meshwright.present import count
@@ -277,8 +277,8 @@ def new_store(
 
     It appears at `out` complete, when the block ends without error.
     """
-    target = final_folder(Path(out))
-    _check_target(target, overwrite)
+    _check_target(target := Path(out), overwrite)
+    target = final_folder(target)
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         partial.mkdir(parents=True, exist_ok=True)
@@ -450,6 +450,7 @@ def _write_json(file: Path, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
+    check_no_mount_point(target)
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not overwrite:

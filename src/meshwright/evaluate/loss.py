@@ -78,8 +78,7 @@ def store_loss(
         )
     objective, length, packed = objective_of(config, step.model, mixture.tokenizer), seq, True
     if objective is not None:
-        _check_kind(mixture, objective.name, objective.of_examples)
-        check_objective(objective, mixture)
+        check_objective(objective, mixture, evaluates=True)
         length, packed = objective.raw_length, not objective.of_examples
     loader = all_sequences_loader(
         mixture, batch=batch, seq=length, objective=objective, packed=packed
@@ -106,16 +105,6 @@ def _objective(source: Source, mixture: Mixture) -> Any:
     has_examples = any(store.weights is not None for store in mixture.stores)
     known = family_of(source.config).objectives
     return "examples" if has_examples and "examples" in known else "auto"
-
-
-def _check_kind(mixture: Mixture, objective: str, of_examples: bool) -> None:
-    for store in mixture.stores:
-        if (store.weights is not None) != of_examples:
-            found, fits = ("texts", "examples") if of_examples else ("examples", "texts")
-            raise MeshwrightError(
-                f"data '{store.name}' holds {found}, and the model is evaluated as it was trained, "
-                f"on {objective}; give {fits}"
-            )
 
 
 def _summed(params: Any, loader: Loader, step: Any) -> StoreLoss:

@@ -26,7 +26,7 @@ from meshwright.ops.split_norm import PartialSums, Squares
 
 FEW_TOKENS = 128  # more take longer to multiply than to read
 _FEWEST = 16  # tokens that a tensor core's matmul takes
-_NARROWEST = 16  # what a tensor core's matmul takes; the dims of matrices have a multiple of it
+NARROWEST = 16  # what a tensor core's matmul takes; the dims of matrices have a multiple of it
 _BLOCK = 64  # of a dim, where its size has such a divisor
 _STAGES = 4  # blocks that are being read
 
@@ -42,8 +42,8 @@ def unavailable(tokens: int, dtype: Any, *dims: int) -> str | None:
         return f"it is for at most {FEW_TOKENS} tokens, these are {tokens}"
     if jnp.dtype(dtype).itemsize != 2:
         return f"it is for 16 bits, not {jnp.dtype(dtype).name}"
-    if any(dim % _NARROWEST for dim in dims):
-        return f"it needs matrices of multiples of {_NARROWEST}, these are {dims}"
+    if any(dim % NARROWEST for dim in dims):
+        return f"it needs matrices of multiples of {NARROWEST}, these are {dims}"
     return no_triton()
 
 
@@ -209,7 +209,7 @@ class _Blocks:
 
 
 def _hidden_blocks(height: int, embed: int, mlp: int, itemsize: int) -> _Blocks:
-    width, depth = _block(mlp), _block(embed)
+    width, depth = block(mlp), block(embed)
     if height == _FEWEST:
         return _Blocks(width, depth, 4, 8) if itemsize > 1 else _Blocks(width, _widest(embed), 4)
     if itemsize == 1:
@@ -218,19 +218,19 @@ def _hidden_blocks(height: int, embed: int, mlp: int, itemsize: int) -> _Blocks:
 
 
 def _down_blocks(height: int, embed: int, mlp: int, itemsize: int) -> _Blocks:
-    width, depth = _block(embed), _block(mlp)
+    width, depth = block(embed), block(mlp)
     if height == _FEWEST:
         return _Blocks(width, depth if itemsize > 1 else _widest(mlp), 4)
     return _Blocks(_widest(embed), depth, 4)
 
 
-def _block(dim: int, most: int = _BLOCK) -> int:
+def block(dim: int, most: int = _BLOCK) -> int:
     """The largest power of two that divides a dim, up to `most`."""
     return math.gcd(dim, most)
 
 
 def _widest(dim: int) -> int:
-    return _block(dim, 2 * _BLOCK)
+    return block(dim, 2 * _BLOCK)
 
 
 def _parts(programs: int, height: int, itemsize: int) -> int:

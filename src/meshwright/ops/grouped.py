@@ -234,7 +234,7 @@ _in_fp8.defvjp(_in_fp8_forward, _in_fp8_backward)
 
 def _rows_in_8_bits(x: jax.Array, sizes: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Rows of groups, divided by a power of two, and that. Rows of none may hold anything."""
-    x = fp8.once(x)  # XLA would gather rows of tokens anew for each of what follows, and transposed
+    x = fp8.once(x)  # XLA would index tokens anew for each of what follows, and transposed
     is_row = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0) < jnp.sum(sizes)
     largest = jnp.max(jnp.abs(jnp.where(is_row, x, jnp.zeros_like(x))))
     scale = checkpoint_name(fp8.power_of_two(largest, dtype), fp8.SCALE)

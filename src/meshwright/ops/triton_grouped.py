@@ -6,7 +6,6 @@ whose dims are no multiples of 16 are padded.
 """
 
 import functools
-import math
 import warnings
 from typing import Any
 
@@ -16,9 +15,9 @@ from jax import lax
 
 from meshwright.ops.attention.paged_triton import unavailable as no_triton
 from meshwright.ops.collectives import current_device, untyped
+from meshwright.ops.experts_triton import NARROWEST, block
 from meshwright.ops.hopper_grouped import ROWS, padded
 
-_NARROWEST = 16  # of a tensor core's matmul
 _WIDEST = 128  # columns of a tile
 _DEPTH = 64  # of a block, along the dim that is summed
 _STAGES = 3  # blocks that are being read
@@ -49,14 +48,14 @@ def rows_product(
     from jax.experimental import pallas as pl
 
     outputs = weights.shape[1 if transposed else 2]
-    of_in, of_out = -x.shape[1] % _NARROWEST, -outputs % _NARROWEST
+    of_in, of_out = -x.shape[1] % NARROWEST, -outputs % NARROWEST
     x = padded(x, 0, of_in)
     weights = padded(weights, 0, *((of_out, of_in) if transposed else (of_in, of_out)))
-    inputs, width = x.shape[1], _block(outputs + of_out, _WIDEST)
+    inputs, width = x.shape[1], block(outputs + of_out, _WIDEST)
     groups = weights.shape[0]
     sides = (width, inputs) if transposed else (inputs, width)
     of_weights = pl.BlockSpec((groups, *sides), lambda t, n: (0, n, 0) if transposed else (0, 0, n))
-    kernel = functools.partial(_rows_kernel, groups, _block(inputs, _DEPTH), transposed)
+    kernel = functools.partial(_rows_kernel, groups, block(inputs, _DEPTH), transposed)
     run = _call(
         kernel,
         (x.shape[0] // ROWS, (outputs + of_out) // width),
@@ -84,9 +83,9 @@ def weights_product(
     from jax.experimental import pallas as pl
 
     inputs, outputs = x.shape[1], y.shape[1]
-    x, y = (padded(array, 0, -array.shape[1] % _NARROWEST) for array in (x, y))
+    x, y = (padded(array, 0, -array.shape[1] % NARROWEST) for array in (x, y))
     rows, groups = x.shape[0], sizes.shape[0]
-    height, width = (_block(array.shape[1], _WIDEST) for array in (x, y))
+    height, width = (block(array.shape[1], _WIDEST) for array in (x, y))
     shape = groups, x.shape[1], y.shape[1]
     of_group = pl.BlockSpec((None,), lambda g, i, j: (g,))
     run = _call(
@@ -105,11 +104,6 @@ def weights_product(
     )
     found: jax.Array = untyped(run, x, y, jnp.cumsum(sizes) - sizes, sizes)
     return found[:, :inputs, :outputs] if shape[1:] != (inputs, outputs) else found
-
-
-def _block(dim: int, most: int) -> int:
-    """The largest power of two that divides a dim, up to `most`."""
-    return math.gcd(dim, most)
 
 
 def _call(
@@ -151,14 +145,14 @@ def _rows_kernel(
 
     @pl.when(group < groups)
     def _() -> None:
-        def block(index: jax.Array, total: jax.Array) -> jax.Array:
+        def add(index: jax.Array, total: jax.Array) -> jax.Array:
             here = pl.ds(index * depth, depth)
             at = (group, slice(None), here) if transposed else (group, here, slice(None))
             weights = weights_ref[at]
             return total + triton.dot(x_ref[:, here], weights.T if transposed else weights)
 
         zeros = jnp.zeros(out.shape, jnp.float32)
-        total = lax.fori_loop(0, x_ref.shape[1] // depth, block, zeros)
+        total = lax.fori_loop(0, x_ref.shape[1] // depth, add, zeros)
         out[...] = total.astype(out.dtype)
 
 
@@ -168,9 +162,9 @@ def _weights_kernel(x_ref: Any, y_ref: Any, start_ref: Any, size_ref: Any, out: 
 
     start = start_ref[()]
 
-    def block(index: jax.Array, total: jax.Array) -> jax.Array:
+    def add(index: jax.Array, total: jax.Array) -> jax.Array:
         here = pl.ds(start + index * _DEPTH, _DEPTH)
         return total + triton.dot(x_ref[here, :].T, y_ref[here, :])
 
     zeros = jnp.zeros(out.shape, jnp.float32)
-    out[...] = lax.fori_loop(0, lax.div(size_ref[()], _DEPTH), block, zeros).astype(out.dtype)
+    out[...] = lax.fori_loop(0, lax.div(size_ref[()], _DEPTH), add, zeros).astype(out.dtype)

@@ -122,9 +122,22 @@ def prepare_data(config: TrainConfig, model: Any) -> Data:
     return Data(loader, eval_loader, dataclasses.replace(model, hf_config=fields))
 
 
-def check_objective(objective: EncoderDecoderObjective, mixture: Mixture) -> None:
-    """Raise if a store holds texts where examples are needed, or the reverse."""
+def check_objective(
+    objective: EncoderDecoderObjective, mixture: Mixture, evaluates: bool = False
+) -> None:
+    """Raise if a store holds texts where examples are needed, or the reverse.
+
+    `evaluates`: the objective is the model's, and data alone can be another.
+    """
     for store in mixture.stores:
+        if evaluates and (store.weights is not None) != objective.of_examples:
+            held, needed = "examples with a loss mask", "texts"
+            if objective.of_examples:
+                held, needed = "texts", "prompts with answers"
+            raise MeshwrightError(
+                f"data '{store.name}' holds {held}, and the model is evaluated on "
+                f"{objective.name}; give {needed}"
+            )
         if store.weights is not None and not objective.of_examples:
             raise MeshwrightError(
                 f"data '{store.name}' holds examples with a loss mask, and {objective.name} makes "

@@ -76,15 +76,14 @@ def _kind_to_dict(kind: LayerKind) -> dict[str, Any]:
     rope = {field.name: getattr(kind.attention.rope, field.name) for field in _ROPE}
     data = _said(rope, {field.name: field.default for field in _ROPE})
     if data["scaling"] is not None:
-        name = type(data["scaling"]).__name__
         later = {"truncate": True}
         scaling = dataclasses.asdict(data["scaling"])
-        said = {
+        written = {
             name: list(value) if isinstance(value, tuple) else value  # as JSON has it
             for name, value in scaling.items()
             if name not in later or value != later[name]
         }
-        data["scaling"] = said | {"kind": name}
+        data["scaling"] = written | {"kind": type(data["scaling"]).__name__}
     return fields | {"rope": data}
 
 

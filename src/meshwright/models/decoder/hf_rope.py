@@ -90,8 +90,8 @@ def rope_from_hf(
         raise MeshwrightError(f"{where}: rope_theta={theta:g} must be above 1")
     has_original = ORIGINAL in _OF_TYPE[kind]
     if default_original is not None:
-        said = fields.get(ORIGINAL) or default_original
-        fields = {**fields, ORIGINAL: said if has_original else None}
+        beside = fields.get(ORIGINAL) or default_original  # the scaling
+        fields = {**fields, ORIGINAL: beside if has_original else None}
     original = _one_value(settings, ORIGINAL, fields, ORIGINAL, where)
     if original is not None and not has_original:
         raise MeshwrightError(

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from meshwright.errors import MeshwrightError
-from meshwright.files import final_folder
+from meshwright.files import check_no_mount_point, final_folder
 from meshwright.hub import TOKENIZER
 from meshwright.interrupt import whatever_ends
 from meshwright.layouts import ArraySpec, tree_paths
@@ -79,8 +79,8 @@ def save_folder(
     files = plan_files(planned, max_file_bytes, model.weights_file)
 
     writes = jax.process_index() == 0
-    whole = Path(os.path.realpath(folder)) if folder.is_symlink() else folder.absolute()
-    partial = whole.with_name(f".{whole.name}.part-{os.getpid()}")
+    target = final_folder(folder)
+    partial = target.with_name(f".{target.name}.part-{os.getpid()}")
 
     def remove() -> None:
         if writes:
@@ -102,7 +102,7 @@ def save_folder(
             for _ in values:  # every process takes part in every gather, also after a failure
                 pass
         if writes and problem is None:
-            problem = _try(folder, lambda: _finish(whole, partial, files))
+            problem = _try(folder, lambda: _finish(target, partial, files))
         _raise_everywhere(problem)
     finally:
         ended.close()
@@ -249,7 +249,7 @@ def _start(
     folder: Path, partial: Path, fields: dict[str, Any], beside: Path | None, model: HfModel
 ) -> None:
     """The folder to write into, with the config and the tokenizer's files in it."""
-    final_folder(folder)  # or an error
+    check_no_mount_point(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise MeshwrightError(f"{folder} is there already; give a folder that is new or empty")
     copied = [] if beside is None else tokenizer_files_of(beside)
