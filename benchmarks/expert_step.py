@@ -10,8 +10,8 @@ weights, 4 sequences of 4,096 tokens. `ours` runs the step of the settings that 
 reads from the same flags: AdamW with float32 master weights, bfloat16 matmuls. Its sequences have
 segment ids, as all that `train` packs, which the peer's have not; `without documents` has none
 either; `bfloat16 moments` keeps AdamW's moments in bfloat16, as the peer does; `fp8` multiplies in
-fp8, the experts too. With `--model mixtral-8x7b` the layers are of that model (8 experts, 2 for a
-token, 4096 → 14336), which the peer is not. The peer is
+fp8, experts of 1,024 and wider too. With `--model mixtral-8x7b` the layers are of that model (8
+experts, 2 for a token, 4096 → 14336), which the peer is not. The peer is
 transformers' Qwen3MoeForCausalLM with SDPA, torch._grouped_mm for the experts, torch.compile and
 fused AdamW, its weights and moments in bfloat16: in float32 it multiplies the experts one by one.
 FLOPs are those of the experts that tokens choose. `kernels` multiplies 131,072 rows with gate, up
@@ -338,9 +338,9 @@ def tables(
         for side, result in steps.items()
         if "seconds" in result
     }
-    base = "peer" if "peer" in medians else "ours"
+    base, name = ("peer", "the peer") if "peer" in medians else ("ours", "ours")
     lines = [
-        f"| side | step | tokens/s | TFLOP/s | of {base} | memory | compile | versions |",
+        f"| side | step | tokens/s | TFLOP/s | of {name} | memory | compile | versions |",
         "|---|---|---|---|---|---|---|---|",
     ]
     flops = max((result.get("flops", 0.0) for result in steps.values()), default=0.0)

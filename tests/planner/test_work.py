@@ -245,6 +245,9 @@ def test_attention_does_not_grow_as_sequences_shrink() -> None:
 # the smaller side of matmuls: how many times as fast they are in fp8 in a training step, measured
 # on one H200 (benchmarks/train_step.py); the constants are from the first two
 MEASURED_FP8 = {2048: 1.38, 4096: 1.59, 8192: 1.75, 16384: 1.91}
+# the same of experts, whose smaller side is their mlp or embed; forward and backward in uneven
+# groups (benchmarks/expert_step.py --sides kernels); no constant is from these
+MEASURED_FP8_OF_EXPERTS = {1024: 1.06, 1536: 1.13, 4096: 1.56}
 
 
 @pytest.mark.parametrize(("side", "gain"), MEASURED_FP8.items())
@@ -252,3 +255,8 @@ def test_wider_layers_gain_more_by_fp8(side: int, gain: float) -> None:
     assert efficiency.fp8(CHIPS["h200"], side) == pytest.approx(gain, rel=0.07)
     assert efficiency.fp8(CHIPS["7x"], side) == efficiency.fp8(CHIPS["h200"], side)
     assert efficiency.fp8(CHIPS["v6e"], side) == 1.0  # whose peak is no higher
+
+
+@pytest.mark.parametrize(("side", "gain"), MEASURED_FP8_OF_EXPERTS.items())
+def test_experts_gain_by_fp8_as_other_matrices_do(side: int, gain: float) -> None:
+    assert efficiency.fp8(CHIPS["h200"], side) == pytest.approx(gain, rel=0.14)

@@ -22,7 +22,7 @@ _STAGES = 4  # blocks in flight
 _PART = 64  # rows and columns that are written at a time
 # of matrices of experts: casts and transposes of narrower ones take longer than fp8 saves
 # (benchmarks/expert_step.py)
-_NARROWEST_IN_FP8 = 512
+_NARROWEST_IN_FP8 = 1024
 
 
 def columns(size: int) -> int | None:
