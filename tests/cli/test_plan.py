@@ -269,6 +269,8 @@ def test_the_tokens_of_a_run_add_time_and_cost_to_a_plan(
     assert run["cost"] == pytest.approx(16 * run["seconds"] / 3600 * 1.2)
     main([*SMALL, "--tokens", "1T", "--top", "1"])
     assert "1.00T tokens: " in capsys.readouterr().out
+    main([*SMALL, "--tokens", "1T", "--json", "--top", "2"])
+    assert len(json.loads(capsys.readouterr().out)["ranked"]) == 2 < len(data["ranked"])
 
 
 def test_a_batch_and_a_length_that_are_not_given_are_chosen_as_in_a_comparison(
@@ -279,6 +281,10 @@ def test_a_batch_and_a_length_that_are_not_given_are_chosen_as_in_a_comparison(
     one = capsys.readouterr()
     main([*words, "v5e:4x4,h100:8"])
     several = capsys.readouterr()
+    main([*words, "v5e:4x4,h100:8", "--top", "1"])
+    assert (
+        json.loads(capsys.readouterr().out)["machines"] == json.loads(several.out)["machines"][:1]
+    )
     config = json.loads(one.out)["config"]
     assert config["seq"] == 8192
     law = "(by a scaling law: --batch auto)"

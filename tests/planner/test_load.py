@@ -236,6 +236,8 @@ def test_the_command_prints_replicas_and_names_what_is_missing(
     plan_command([*two, "--top", "1"])
     table = capsys.readouterr().out.split("next")[0]
     assert ("h100:1" in table) != ("h200:1" in table)
+    plan_command([*two, "--top", "1", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["deployments"]) == 1
     with pytest.raises(MeshwrightError, match=r"compute.remat='full' is of training"):
         plan_command([*words, "--compute.remat", "full"])
     without = [word for word in words if word not in ("--requests", "5")]

@@ -79,7 +79,7 @@ many replicas of which machine serve a load, how long clients wait, and what it 
   --failures X         of a chip, a day (default 0.00047: Llama 3 405B's on H100)
   --restart 10m        from a failure until steps are taken again
   --checkpoint-write X bytes a second that a chip writes to the store (default 1.2e8)
-  --top N              meshes to list (default 8), or machines (default: all)
+  --top N              meshes to list (default 8; with --json all), or machines (default: all)
   --refused            list every refused mesh with the reason
   --explain MESH       explain one mesh: every formula with its numbers
   --json               print JSON, which `meshwright prove --plan FILE` reads
@@ -167,6 +167,8 @@ def plan_command(arguments: Sequence[str]) -> None:
         _write(html, page(ranking, sizes), as_json)
     if as_json:
         data = plan_data(ranking) if mesh is None else found_data(ranking, mesh)
+        if mesh is None:
+            data["ranked"] = data["ranked"][:top]
         if curves:
             data["curve"] = curve_data([one for one in sizes if one.batch == ranking.config.batch])
         print(json.dumps(data))
@@ -340,7 +342,8 @@ def _print_compared(
     if html is not None:
         _write(html, comparison_page(found, sizes), as_json)
     if as_json:
-        print(json.dumps(comparison_data(found, sizes)))
+        data = comparison_data(found, sizes)
+        print(json.dumps(data | {"machines": data["machines"][:top]}))
     elif html is None:
         console = Console()
         console.print(comparison_report(found, console.width, sizes, top=top))
@@ -389,7 +392,8 @@ def _serve_load(
     )  # fmt: skip
     offers = dataclasses.replace(offers, unpriced=without_price(names, catalogue))
     if as_json:
-        print(json.dumps(load_data(offers)))
+        data = load_data(offers)
+        print(json.dumps(data | {"deployments": data["deployments"][:top]}))
         return
     console = Console()
     console.print(load_report(offers, console.width, top=top))
