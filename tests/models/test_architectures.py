@@ -180,7 +180,8 @@ def test_greedy_tokens_of_an_engine_are_those_of_transformers(name: str, folders
 @pytest.mark.parametrize(
     "mesh",
     [
-        "ep=2,tp=2",
+        "fsdp=2,ep=2,tp=2",
+        pytest.param("ep=2,tp=2", marks=pytest.mark.slow),
         pytest.param("ep=4", marks=pytest.mark.slow),
         pytest.param("fsdp=2,ep=2", marks=pytest.mark.slow),
     ],

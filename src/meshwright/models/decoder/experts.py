@@ -52,6 +52,9 @@ _MATRICES = ("gate", "up", "down")
 _BIASES = ("gate_bias", "up_bias", "down_bias")
 _ROUTER_BIASES = ("router_bias", "selection_bias")
 _ROUTER = ("router", *_ROUTER_BIASES)
+_OF_TOKENS = ("padding", "uncounted")
+# what logits meet varies as they do: not over axes that they are summed over
+_WITH_LOGITS = (*_ROUTER_BIASES, *_OF_TOKENS)
 
 
 @jax.tree_util.register_dataclass
@@ -104,9 +107,8 @@ def mixture(
 
     def local(arrays: Params) -> tuple[jax.Array, RouterSums]:
         x = arrays["x"]
-        # what is added to logits varies as they do: not over axes that they are summed over
         arrays = {
-            name: array if name in _ROUTER_BIASES else _varying(array, x)
+            name: array if name in _WITH_LOGITS else _varying(array, x)
             for name, array in arrays.items()
         }
         down = _base(arrays["down"])
@@ -195,7 +197,12 @@ def _route(
     logits = _logits(x.reshape(-1, x.shape[-1]), arrays, summed)
     bias = arrays.get("selection_bias")
     bias = None if bias is None else varying_like(bias, logits)
-    padding = arrays["padding"].reshape(-1) if "padding" in arrays else None
+    of_tokens = {
+        name: varying_like(arrays[name], logits).reshape(-1)
+        for name in _OF_TOKENS
+        if name in arrays
+    }
+    padding = of_tokens.get("padding")
     if few and experts.groups == 1:
         chosen, weights, _ = top_experts(
             logits, bias, experts.per_token, softmax=experts.scores == "softmax",
@@ -207,8 +214,8 @@ def _route(
         if padding is not None:
             chosen = jnp.where(padding[:, None], experts.count, chosen)
     is_chosen, squares = _one_hot(chosen, experts.count), jax.nn.logsumexp(logits, axis=-1) ** 2
-    if "uncounted" in arrays:
-        counted = ~arrays["uncounted"].reshape(-1)
+    if "uncounted" in of_tokens:
+        counted = ~of_tokens["uncounted"]
         is_chosen = is_chosen & counted[:, None, None]
         scores, squares = jnp.where(counted[:, None], scores, 0), jnp.where(counted, squares, 0)
     times = jnp.sum(is_chosen, (0, 1), dtype=jnp.float32)
