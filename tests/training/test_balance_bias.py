@@ -92,12 +92,14 @@ def test_the_bias_is_that_of_a_loop_over_transformers_and_is_exported(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["dp=1,fsdp=2,ep=2,tp=2,sp=1", "dp=2,fsdp=1,ep=4,tp=1,sp=1"])
 def test_the_bias_is_the_same_on_any_mesh(mesh: str) -> None:
+    """By SGD: AdamW makes as much of a gradient that is rounding alone as of any other."""
     found, alone = (
         toy.train(
             toy.Setting(
                 mesh=one, config=CONFIG, steps=3, balance_bias=SPEED,
                 rules=decoder_rules(sp=True, ep="ep=" in one),
-            )
+            ),
+            optax.sgd(0.5),
         )
         for one in (mesh, toy.ONE)
     )  # fmt: skip

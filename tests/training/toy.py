@@ -143,9 +143,9 @@ def packed_batch(seed: int, vocab: int = CONFIG.vocab) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
 
 
-def train(setting: Setting) -> tuple[np.ndarray, Any]:
+def train(setting: Setting, optimizer: Any = None) -> tuple[np.ndarray, Any]:
     """Loss and gradient norm of each step, and the parameters at the end."""
-    run = parts(setting)
+    run = parts(setting, optimizer)
     state = run.new_state()
     reports = []
     for step in range(setting.steps):
