@@ -19,6 +19,7 @@ import meshwright as mw
 from meshwright.data.tokenizers import ByteTokenizer
 from meshwright.models import (
     Compute,
+    DecoderConfig,
     LossConfig,
     abstract_arrays,
     family_of,
@@ -248,15 +249,22 @@ def test_longer_positions_that_are_advised_can_be_exported(
             override(config, changes[0], seq)
 
 
-def losses(name: str, folders: Any, mesh: str, **settings: Any) -> np.ndarray:
-    config = from_hf_config(folders(name)[0])
+def losses(config: DecoderConfig, mesh: str, **settings: Any) -> np.ndarray:
     return toy.train(toy.Setting(mesh=mesh, config=config, steps=4, **settings))[0]
+
+
+losses_of_one_device = functools.cache(functools.partial(losses, mesh=toy.ONE))
+
+
+def check_losses(name: str, folders: Any, mesh: str, **settings: Any) -> None:
+    config = from_hf_config(folders(name)[0])
+    found = losses(config, mesh, **settings)
+    np.testing.assert_allclose(found, losses_of_one_device(config), rtol=1e-5)
 
 
 @quick_for("gemma2")
 def test_losses_are_the_same_on_a_mesh(name: str, folders: Any) -> None:
-    found = losses(name, folders, "dp=1,fsdp=2,tp=2,sp=2")
-    np.testing.assert_allclose(found, losses(name, folders, toy.ONE), rtol=1e-5)
+    check_losses(name, folders, "dp=1,fsdp=2,tp=2,sp=2")
 
 
 @pytest.mark.slow
@@ -271,8 +279,7 @@ def test_losses_are_the_same_on_a_mesh(name: str, folders: Any) -> None:
     ],
 )
 def test_losses_are_the_same_on_any_mesh(name: str, mesh: str, folders: Any) -> None:
-    found = losses(name, folders, mesh)
-    np.testing.assert_allclose(found, losses(name, folders, toy.ONE), rtol=1e-5)
+    check_losses(name, folders, mesh)
 
 
 @pytest.mark.slow
@@ -289,5 +296,4 @@ def test_losses_are_the_same_on_any_mesh(name: str, mesh: str, folders: Any) -> 
 def test_losses_are_the_same_in_every_way(
     name: str, mesh: str, settings: Any, folders: Any
 ) -> None:
-    found = losses(name, folders, mesh, **settings)
-    np.testing.assert_allclose(found, losses(name, folders, toy.ONE), rtol=1e-5)
+    check_losses(name, folders, mesh, **settings)
