@@ -112,6 +112,29 @@ def test_imbalance_makes_experts_and_an_all_to_all_take_longer_and_nothing_else(
     assert steps[0].work.computed == steps[1].work.computed
 
 
+@pytest.mark.parametrize(
+    ("ep", "capacity", "most"),
+    [
+        (2, 0.0, 2),  # all tokens choose experts of one device of two
+        (8, 0.0, 4),  # a token chooses 2 experts, and no device has more than one
+        (4, 1.25, 1.25),  # what is beyond the capacity is dropped
+    ],
+)
+def test_no_device_gets_more_tokens_than_can_choose_its_experts(
+    ep: int, capacity: float, most: float
+) -> None:
+    given = on("h100:8", experts="all-to-all", capacity=capacity)
+    choice = Choice.of(fsdp=8 // ep, ep=ep)
+    highest, assumed = (
+        StepModel(dataclasses.replace(given, imbalance=imbalance), choice)
+        for imbalance in (most, 30)
+    )
+    assert highest.collectives == assumed.collectives
+    assert step_time(highest).seconds == step_time(assumed).seconds
+    lower = StepModel(dataclasses.replace(given, imbalance=0.9 * most), choice)
+    assert lower.collectives != highest.collectives
+
+
 @pytest.mark.parametrize("kind", ["train", "serve"])
 def test_without_ep_no_device_has_more_than_another(kind: str) -> None:
     mesh = "fsdp=8" if kind == "train" else "tp=4,dp=2"

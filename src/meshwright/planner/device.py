@@ -7,7 +7,7 @@ from typing import NamedTuple
 from meshwright.arithmetic import divisors, round_up
 from meshwright.lazy import cached_property
 from meshwright.models import OFFLOAD
-from meshwright.ops import NF4, NF4_BLOCK, expert_capacity
+from meshwright.ops import NF4, NF4_BLOCK
 from meshwright.ops.attention import BLOCK_QUERIES as PLAIN_QUERIES
 from meshwright.ops.attention import query_gradients
 from meshwright.planner.attention import (
@@ -262,15 +262,7 @@ class DeviceStack:
     @property
     def room(self) -> float:
         """Of an all-to-all: copies of a token that a device has room for from each other one."""
-        experts, workload = self.sizes.experts, self.device.workload
-        assert experts is not None
-        own = experts.count // self.device.choice.size("ep")
-        most, factor = min(experts.per_token, own), workload.config.compute.capacity
-        if not factor:
-            return most
-        length = workload.lengths[self.sizes.field]
-        capacity = expert_capacity(factor, length, experts.per_token, experts.count)
-        return min(most, own * capacity / length)
+        return self.device.workload.expert_room(self.sizes, self.device.choice.size("ep"))
 
     @property
     def mlp_arrays(self) -> int:

@@ -205,7 +205,7 @@ def _add_matmuls(
         elif one.kind == "expert" and block.experts is not None:
             # a device has its part of the experts, and of every device those tokens that chose them
             ways = choice.size("ep")
-            slowest = min(workload.imbalance, ways)  # at most all tokens of all devices
+            slowest = workload.load_of_experts(stack, ways)
             split, tokens = split * ways, tokens * ways * one.share
             side = min(side, block.inner / block.experts.per_token / choice.tensor)
             if step.device.exchange:  # saves nothing of what experts make

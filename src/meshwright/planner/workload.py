@@ -19,7 +19,8 @@ from meshwright.lazy import cached_property
 from meshwright.machines import Machine
 from meshwright.meshes import STANDARD_AXES
 from meshwright.models import OFFLOAD, default_dtype, family_of, model_config, override
-from meshwright.planner.sizes import ModelSizes, sizes_of
+from meshwright.ops import expert_capacity
+from meshwright.planner.sizes import ModelSizes, StackSizes, sizes_of
 from meshwright.planner.stacks import OURS, Stack, like
 from meshwright.present import mesh_text
 from meshwright.serving import EngineConfig
@@ -106,6 +107,24 @@ class Workload:
             self.memo[what] = make()
         made: Made = self.memo[what]
         return made
+
+    def expert_room(self, stack: StackSizes, ways: int) -> float:
+        """Copies of a token that can go to the experts of one of so many devices."""
+        experts, factor = stack.experts, self.config.compute.capacity
+        assert experts is not None
+        own = experts.count // ways
+        most = min(experts.per_token, own)
+        if not factor:
+            return most
+        length = self.lengths[stack.field]
+        capacity = expert_capacity(factor, length, experts.per_token, experts.count)
+        return min(most, own * capacity / length)
+
+    def load_of_experts(self, stack: StackSizes, ways: int) -> float:
+        """Tokens of the device whose experts have most, over the average: assumed, if possible."""
+        assert stack.experts is not None
+        most = ways * self.expert_room(stack, ways) / stack.experts.per_token
+        return min(self.imbalance, max(most, 1.0))
 
     @property
     def kind(self) -> Literal["train", "serve"]:

@@ -260,7 +260,7 @@ def _met(step: StepModel, stacks: Sequence[StackSizes]) -> Number:
         met = number(on_all)
         if stack.experts is not None:
             experts = sum(matrix.met for matrix in stack.of_kind("expert"))
-            most = min(step.workload.imbalance, step.choice.size("ep"))
+            most = step.workload.load_of_experts(stack, step.choice.size("ep"))
             slowest = number(experts * most) / device.ep
             met = number(on_all - experts) + slowest
         total = total + number(stack.layers, "layers") * met

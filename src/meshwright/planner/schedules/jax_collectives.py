@@ -114,7 +114,8 @@ class _Step(WeightCollectives):
             room = number(self.shares[stack].room, "experts")
             return self.stream(stack) * room * self.ep
         chosen = number(experts.per_token, "experts")
-        return self.stream(stack) * chosen * number(self.workload.imbalance, name="imbalance")
+        most = self.workload.load_of_experts(stack, self.choice.size("ep"))
+        return self.stream(stack) * chosen * number(most, name="imbalance")
 
     def blocks(self) -> Iterator[Collective]:
         """Blocks whose heads or mlp tp splits: partial sums added, inputs all-gathered."""
