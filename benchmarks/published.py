@@ -9,6 +9,10 @@ settings as far as they are published, tokens a second and chip (`said`: as publ
 `assumed`, the `source`, and the `half` it belongs to. Numbers are fitted to `fit` results alone and
 judged by the others. Where no mesh is published, or one with pipeline stages, the plan's fastest
 counts; `pipeline` (stages, micro-batches) takes off the bubble of 1F1B.
+
+Mixtures of experts are in benchmarks/published_experts.json. No number is fitted to them, and
+`--like` refuses them: they stand beside our own step alone, with an even load, as in the synthetic
+data and the forced balance of those who published. `between`: the ratios that a test allows.
 """
 
 import argparse
@@ -29,6 +33,7 @@ from meshwright.training import with_settings
 from results import here, write_section
 
 RECORD = Path(__file__).with_name("published.json")
+EXPERTS = Path(__file__).with_name("published_experts.json")
 SETTINGS = {
     "matmul": "compute.matmul", "remat": "compute.remat", "param_dtype": "compute.param_dtype",
     "accumulation": "accumulation",
@@ -37,8 +42,8 @@ WITHIN = {"bf16": 0.10, "fp8": 0.15, "long": 0.15}
 WANTED = {"bf16": 0.90, "fp8": 0.75, "long": 0.75}
 
 
-def results() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(RECORD.read_text())
+def results(record: Path = RECORD) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(record.read_text())
     return found
 
 
@@ -97,6 +102,13 @@ def within(judged: Iterable[Judged], of: str, half: str = "") -> tuple[int, int]
     return sum(abs(each.off(each.like)) <= WITHIN[of] for each in alike), len(alike)
 
 
+def notes(one: dict[str, Any]) -> str:
+    """The settings of a result, and what is assumed."""
+    settings = [one["mesh"]] if "mesh" in one else ["fastest mesh"]
+    settings += [f"remat={one['remat']}"] if "remat" in one else []
+    return "; ".join([", ".join(settings), *([one["assumed"]] if "assumed" in one else [])])
+
+
 def table(judged: Sequence[Judged]) -> list[str]:
     lines = [
         "| stack | model, batch × seq | machine | precision | published | our step | ratio "
@@ -104,9 +116,6 @@ def table(judged: Sequence[Judged]) -> list[str]:
         "|" + "---|" * 12,
     ]
     for one, ours, theirs in judged:
-        settings = [one["mesh"]] if "mesh" in one else ["fastest mesh"]
-        settings += [f"remat={one['remat']}"] if "remat" in one else []
-        notes = "; ".join([", ".join(settings), *([one["assumed"]] if "assumed" in one else [])])
         said = f" ({one['said']})" if "said" in one else ""
         cells = [
             one["stack"], f"{one['model']}, {one['batch']:,} × {one['seq']:,}", one["on"],
@@ -115,8 +124,32 @@ def table(judged: Sequence[Judged]) -> list[str]:
         for value in (ours, theirs):
             ratio = "" if value is None else f"{value / one['tokens']:.2f}"
             cells += ["fits on no mesh" if value is None else f"{value:,.0f}", ratio]
-        lines.append(f"| {' | '.join([*cells, one['half'], notes, one['source']])} |")
+        lines.append(f"| {' | '.join([*cells, one['half'], notes(one), one['source']])} |")
     return [*lines, "", *summary(judged)]
+
+
+def experts_table(results: Iterable[dict[str, Any]]) -> list[str]:
+    """The plan of our own step beside each published result of a mixture of experts."""
+    lines = [
+        "| stack | model, batch × seq | machine | published | planned | ratio "
+        "| settings, assumptions | source |",
+        "|" + "---|" * 8,
+    ]
+    for one in results:
+        ratio = planned_over_published(one)
+        cells = [
+            one["stack"], f"{one['model']}, {one['batch']:,} × {one['seq']:,}", one["on"],
+            f"{one['tokens']:,.0f}", f"{ratio * one['tokens']:,.0f}", f"{ratio:.2f}", notes(one),
+            one["source"],
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def planned_over_published(one: dict[str, Any]) -> float:
+    """Tokens a second and chip of the plan of our own step, over what is published."""
+    way = planned(one, OURS)
+    return 0.0 if way is None else tokens(one, way.seconds) / one["tokens"]
 
 
 def summary(judged: Sequence[Judged]) -> list[str]:
@@ -187,7 +220,8 @@ def main() -> None:
         fit()
         return
     lines = table([judge(one) for one in results()])
-    print("\n".join(lines))
+    of_experts = experts_table(results(EXPERTS))
+    print("\n".join([*lines, "", *of_experts]))
     if options.write:
         conditions = (
             f"`python benchmarks/published.py --write`, {here()}. Tokens a second and chip: as "
@@ -195,6 +229,12 @@ def main() -> None:
             "are planned over published."
         )
         write_section("Published training results", conditions, lines)
+        conditions = (
+            f"`python benchmarks/published.py --write`, {here()}. Tokens a second and chip, as "
+            "published and of the plan of our own step, with an even load of experts; nothing is "
+            "fitted to these."
+        )
+        write_section("Published training results of experts", conditions, of_experts)
 
 
 if __name__ == "__main__":
