@@ -14,9 +14,9 @@ from tests.launch.memory_store import MemoryStore
 from tests.patience import PATIENCE_S, eventually
 
 from meshwright import MeshwrightError
-from meshwright.launch import Watchdog, ending
+from meshwright.launch import Watchdog, failure
 from meshwright.launch import watchdog as watchdogs
-from meshwright.launch.ending import VERDICT
+from meshwright.launch.failure import VERDICT
 
 PROGRAM = """
 import sys, time
@@ -164,11 +164,11 @@ def test_each_host_of_the_same_name_says_the_reason_once(
     for process in range(4):
         boot = tmp_path / f"boot-{process // 2}"
         boot.write_text(f"{boot.name}\n")
-        monkeypatch.setattr(ending, "BOOT_ID", boot)
-        said.append(ending.first_to_say(store, process))
+        monkeypatch.setattr(failure, "BOOT_ID", boot)
+        said.append(failure.first_to_say(store, process))
     assert said == [True, False, True, False]
-    monkeypatch.setattr(ending, "BOOT_ID", tmp_path / "none")
-    assert ending.first_to_say(store, 4)
+    monkeypatch.setattr(failure, "BOOT_ID", tmp_path / "none")
+    assert failure.first_to_say(store, 4)
 
 
 def test_limits_that_make_no_sense_are_refused(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from meshwright.serving.engine import IN_FLIGHT
 from meshwright.serving.executor import Sizes
 from meshwright.serving.grammars import Grammar
 from meshwright.serving.lockstep import FollowExecutor, RemoteExecutor, _Channel, _Replica
-from meshwright.serving.plans import pack, unpack
 from meshwright.serving.source import generation_mesh
+from meshwright.serving.step_messages import pack, unpack
 
 CONFIG = EngineConfig(
     max_batch=4, max_length=64, page_size=8, chunk_shapes=((2, 8),), chunk=16, batch_buckets=(4,),

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import folder as folders
+from meshwright.checkpoint.damage import Command, advice, read_intact_step, read_step
 from meshwright.checkpoint.folder import lowest_loss, misnamed, not_a_folder
-from meshwright.checkpoint.intact import Command, advice, read_intact_step, read_step
 from meshwright.checkpoint.pieces import (
     Piece,
     bits_of,

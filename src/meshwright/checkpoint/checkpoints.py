@@ -20,8 +20,8 @@ import jax
 
 from meshwright.arithmetic import whole_number
 from meshwright.checkpoint import folder as folders
+from meshwright.checkpoint.damage import Command, read_step
 from meshwright.checkpoint.fingerprint import fingerprint, fingerprint_text
-from meshwright.checkpoint.intact import Command, read_step
 from meshwright.checkpoint.leaves import as_stored, check_leaf, key_kind
 from meshwright.checkpoint.names import named_leaves
 from meshwright.checkpoint.orbax_arrays import Writer
@@ -103,7 +103,7 @@ class Checkpoints:
         problem = ""
         try:
             if self._writer is None:
-                self._writer = Writer(self._meet, TIMEOUT_S)
+                self._writer = Writer(self._barrier, TIMEOUT_S)
             # Orbax refuses arrays without elements; their shape is enough
             self._writer.start(saving / folders.ARRAYS, {n: a for n, a in arrays.items() if a.size})
         except Exception as error:  # reported to the other processes in the background
@@ -161,7 +161,7 @@ class Checkpoints:
             return f"step {step} cannot be saved in {self.folder}: {error}"
         return ""
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         self._met = True
         self._behind.check("")
 

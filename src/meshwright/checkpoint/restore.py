@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from meshwright.checkpoint.compare import check_same_arrays, check_targets
+from meshwright.checkpoint.damage import Command, advice, read_step
 from meshwright.checkpoint.fingerprint import fingerprint, fingerprint_text
 from meshwright.checkpoint.folder import ARRAYS, complete_folder
-from meshwright.checkpoint.intact import Command, advice, read_step
 from meshwright.checkpoint.leaves import as_wanted, stored_target, without_elements
 from meshwright.checkpoint.names import like, named_leaves
 from meshwright.checkpoint.orbax_arrays import read_arrays

@@ -13,6 +13,13 @@ if TYPE_CHECKING:
         compare_processes,
     )
     from meshwright.launch.cache import cache_folder, keep_compiled_programs
+    from meshwright.launch.comparison import (
+        by_content,
+        convert_paths,
+        flat_settings,
+        software_facts,
+        weights_sample,
+    )
     from meshwright.launch.coordinator import CoordinatorLostError, Store, coordinator_store
     from meshwright.launch.cpu import (
         check_simulated,
@@ -20,14 +27,7 @@ if TYPE_CHECKING:
         quick_compile_options,
         simulate_devices,
     )
-    from meshwright.launch.ending import EXIT_CODE, AgreedError, end_process, ends_together
-    from meshwright.launch.facts import (
-        by_content,
-        convert_paths,
-        flat_settings,
-        software_facts,
-        weights_sample,
-    )
+    from meshwright.launch.failure import EXIT_CODE, AgreedError, end_process, ends_together
     from meshwright.launch.gpu import take_most_gpu_memory
     from meshwright.launch.link import Follower, Leader, open_link
     from meshwright.launch.processes import Joined, join

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from meshwright.errors import MeshwrightError
 from meshwright.launch.coordinator import Store, coordinator_store
-from meshwright.launch.ending import AgreedError, look_interval_s
+from meshwright.launch.failure import AgreedError, look_interval_s
 from meshwright.launch.processes import Joined
 
 TIMEOUT_S = 1800.0  # the slowest save or read of one process

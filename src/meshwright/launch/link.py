@@ -33,7 +33,7 @@ from typing import Self
 from meshwright.errors import MeshwrightError
 from meshwright.interrupt import before_end
 from meshwright.launch.coordinator import Store, coordinator_host
-from meshwright.launch.ending import (
+from meshwright.launch.failure import (
     EXIT_CODE,
     MISTAKE_CODE,
     AgreedError,

@@ -32,7 +32,7 @@ from types import FrameType, TracebackType
 from meshwright.errors import MeshwrightError
 from meshwright.files import HeldPath
 from meshwright.launch.coordinator import CoordinatorLostError, Store
-from meshwright.launch.ending import (
+from meshwright.launch.failure import (
     POLL_S,
     VERDICT,
     agree_on_verdict,

@@ -53,11 +53,11 @@ _log = logging.getLogger("meshwright")
 
 _STUCK_SECONDS = 2.0  # then a step is taken to wait for a process that is gone
 
-Letter = tuple[Job, "asyncio.Queue[Delta]", Delta]
+Event = tuple[Job, "asyncio.Queue[Delta]", Delta]
 
 
 @dataclasses.dataclass(frozen=True)
-class Flight:
+class InFlightStep:
     """A step that was dispatched and not read."""
 
     step: Step
@@ -97,7 +97,7 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._names = itertools.count(1)
-        self._mail: dict[asyncio.AbstractEventLoop, list[Letter]] = {}
+        self._outbox: dict[asyncio.AbstractEventLoop, list[Event]] = {}
         self._closed = False
         self._failure: str | None = None
         self._counts: Counter[str] = Counter()
@@ -168,7 +168,7 @@ class Engine:
         deltas: asyncio.Queue[Delta] = asyncio.Queue()
 
         def sink(delta: Delta) -> None:
-            self._mail.setdefault(loop, []).append((job, deltas, delta))
+            self._outbox.setdefault(loop, []).append((job, deltas, delta))
 
         job = self._job(request, sink, streams=True)
         waiting = len(self._scheduler.waiting)
@@ -337,19 +337,19 @@ class Engine:
     # the engine's thread
 
     def _loop(self) -> None:
-        flights: deque[Future[Flight]] = deque()
+        in_flight: deque[Future[InFlightStep]] = deque()
         try:
             while not self._closed and self._failure is None:
                 while self._inbox:
                     self._inbox.popleft()()
-                self._post()
+                self._flush()
                 step = self._scheduler.next_step()
                 if step is not None:
-                    flights.append(self._dispatch(step))
+                    in_flight.append(self._dispatch(step))
                 # a step is read when the one after it is dispatched, and another is prepared
-                if flights and (step is None or len(flights) > IN_FLIGHT):
-                    self._read(flights.popleft().result())
-                    self._post()  # and schedule again: what ended has left slots and pages
+                if in_flight and (step is None or len(in_flight) > IN_FLIGHT):
+                    self._read(in_flight.popleft().result())
+                    self._flush()  # and schedule again: what ended has left slots and pages
                 elif step is None:
                     with self._wake:
                         if not (self._inbox or self._closed or self._failure):
@@ -372,16 +372,16 @@ class Engine:
                 self._inbox.popleft()()
             for job in list(self._jobs.values()):
                 self._finish(job, reason)
-            self._post()
+            self._flush()
 
-    def _post(self) -> None:
+    def _flush(self) -> None:
         """Hand deltas to the event loops of their clients, with one (slow) call per loop."""
-        mail, self._mail = self._mail, {}
-        for loop, letters in mail.items():
+        outbox, self._outbox = self._outbox, {}
+        for loop, events in outbox.items():
             try:
-                loop.call_soon_threadsafe(_put, letters)
+                loop.call_soon_threadsafe(_put, events)
             except RuntimeError:  # the loop is closed, and its clients are gone
-                for job, _, _ in letters:
+                for job, _, _ in events:
                     self._cancel(job)
 
     def _start(self, job: Job) -> None:
@@ -427,7 +427,7 @@ class Engine:
         self._counts["cached"] += sequence.cached
         job.emit(delta)
 
-    def _dispatch(self, step: Step) -> Future[Flight]:
+    def _dispatch(self, step: Step) -> Future[InFlightStep]:
         """Plan a step, and have the other thread dispatch it.
 
         That takes a millisecond or more, most of it outside of Python.
@@ -435,17 +435,17 @@ class Engine:
         self._counts["steps"] += 1
         plan, sampled = self._planner.plan(step)
         run = self._executor.prepare(plan)
-        return self._dispatcher.submit(lambda: Flight(step, run(), sampled))
+        return self._dispatcher.submit(lambda: InFlightStep(step, run(), sampled))
 
-    def _read(self, flight: Flight) -> None:
+    def _read(self, dispatched: InFlightStep) -> None:
         """Wait for a step, and hand out its tokens."""
-        results = flight.read()
-        if flight.step.scored:
-            self._read_scores(flight.step, results.scores)
+        results = dispatched.read()
+        if dispatched.step.scored:
+            self._read_scores(dispatched.step, results.scores)
         if results.tokens is None:
             return
         tokens = results.tokens.tolist()
-        for index, sequence in flight.sampled:
+        for index, sequence in dispatched.sampled:
             sequence.in_flight -= 1
             if sequence.ended:
                 continue
@@ -486,6 +486,6 @@ class Engine:
                 self._finish(job, Delta(prompt_logprobs=tuple(job.scores), finish_reason="length"))
 
 
-def _put(letters: list[Letter]) -> None:
-    for _, queue, delta in letters:
+def _put(events: list[Event]) -> None:
+    for _, queue, delta in events:
         queue.put_nowait(delta)

@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.serving.grammars import Constraint, Grammars, Masks
 from meshwright.serving.program_inputs import Ints, PromptShape, Shape, Widths
 from meshwright.serving.programs import Programs
-from meshwright.serving.sampler import Choice, Sampler
+from meshwright.serving.sampler import Sampler, SamplingBatch
 from meshwright.serving.settings import EngineConfig
 from meshwright.serving.source import Adapter, Model
 
@@ -23,7 +23,7 @@ class StepPlan(NamedTuple):
 
     prompts: tuple[PromptShape, Ints] | None  # for a program before the step; see PromptInputs
     tokens: tuple[Shape, Ints] | None  # see StepInputs
-    choice: Choice | None  # None: no token is chosen
+    choice: SamplingBatch | None  # None: no token is chosen
     constraints: Sequence[tuple[int, Constraint]] = ()  # by the index of the logits
 
 

@@ -34,15 +34,15 @@ from meshwright.serving.executor import (
     note_unread,
 )
 from meshwright.serving.grammars import Grammars, Masks
-from meshwright.serving.plans import pack, plan_of, results_of, sizes_of, unpack
 from meshwright.serving.replicas import Replicas, replica_meshes
 from meshwright.serving.settings import EngineConfig, longest
 from meshwright.serving.source import Adapter, Model, Source, load_weights
+from meshwright.serving.step_messages import pack, plan_of, results_of, sizes_of, unpack
 
 _AT_START = "a server of several processes takes adapters at its start: name them in --adapters"
 
 
-def lead(
+def serve_leader(
     link: Leader,
     source: Source,
     mesh: Mesh,
@@ -80,7 +80,9 @@ def lead(
     return parts[0] if len(parts) == 1 else Replicas(parts)
 
 
-def follow(link: Follower, source: Source, mesh: Mesh, dtype: Any, config: EngineConfig) -> None:
+def serve_follower(
+    link: Follower, source: Source, mesh: Mesh, dtype: Any, config: EngineConfig
+) -> None:
     """Run what process 0 plans, until it ends."""
     config = with_slots(config, source)
     config = config.for_encoder() if encodes_prompts(source.config) else config

@@ -1,6 +1,6 @@
 """The choice of tokens: what the host says of it, the programs, and their state on the device.
 
-`Slots` and `Choice` are the host's part, in process 0 alone; each process has a `Sampler`.
+`Slots` and `SamplingBatch` are the host's part, in process 0 alone; each process has a `Sampler`.
 """
 
 import functools
@@ -26,7 +26,7 @@ from meshwright.serving.scheduler import Sequence as Running
 _WITH_COUNTS = ("full", "logprobs")
 
 
-class Held(NamedTuple):
+class SlotState(NamedTuple):
     """A sequence that has a new slot."""
 
     slot: int
@@ -35,16 +35,16 @@ class Held(NamedTuple):
     output: Sequence[int] = ()
 
 
-class Choice(NamedTuple):
+class SamplingBatch(NamedTuple):
     """The host's part of a choice of tokens."""
 
     where: Any  # [2, size]: slots and positions
     variant: int  # of VARIANTS
-    held: Sequence[Held] = ()
+    new_slots: Sequence[SlotState] = ()
     masked: bool = False  # some sequences are constrained
 
 
-class PlacedChoice(NamedTuple):
+class PlacedSamplingBatch(NamedTuple):
     """A choice, with what it needs on the device."""
 
     where: Any
@@ -61,7 +61,9 @@ class Slots:
         self._spare = max_batch  # of logits that nobody wants
         self._holders: list[Running | None] = [None] * max_batch
 
-    def choice(self, size: int, sampled: Sequence[tuple[int, Running]], masked: bool) -> Choice:
+    def choice(
+        self, size: int, sampled: Sequence[tuple[int, Running]], masked: bool
+    ) -> SamplingBatch:
         """What there is to know of `size` logits, for sequences by their index."""
         where = np.zeros((2, size), np.int32)
         where[0] = self._spare
@@ -71,16 +73,16 @@ class Slots:
         where[1, indices] = [sequence.computed for sequence in sequences]
         variant = max(sequence.owner.variant for sequence in sequences)
         new = [one for one in sequences if self._holders[one.slot or 0] is not one]
-        return Choice(where, variant, [self._hold(one) for one in new], masked)
+        return SamplingBatch(where, variant, [self._hold(one) for one in new], masked)
 
-    def _hold(self, sequence: Running) -> Held:
+    def _hold(self, sequence: Running) -> SlotState:
         slot, sampling = sequence.slot, sequence.owner.request.sampling
         assert slot is not None
         self._holders[slot] = sequence
         if not sampling.has_penalties:
-            return Held(slot, sampling)
+            return SlotState(slot, sampling)
         split = sequence.prompt_length
-        return Held(slot, sampling, sequence.tokens[:split], sequence.tokens[split:])
+        return SlotState(slot, sampling, sequence.tokens[:split], sequence.tokens[split:])
 
 
 class Sampler:
@@ -104,26 +106,26 @@ class Sampler:
             where[0] = config.max_batch
             self._allowed(logits, np.zeros((size, self._mask_words), np.int32))
             for variant in range(len(VARIANTS)):
-                self.choose(logits, PlacedChoice(where, variant, self._on_device))
+                self.choose(logits, PlacedSamplingBatch(where, variant, self._on_device))
         self._set_counts(config.max_batch, [np.zeros(self._size, np.int32)] * 2)
 
-    def place(self, choice: Choice) -> PlacedChoice:
+    def place(self, choice: SamplingBatch) -> PlacedSamplingBatch:
         """Note the settings of new sequences; another thread may call `choose` later."""
-        for held in choice.held:
-            self._settings.set(held.slot, held.sampling, self._size)
+        for slot in choice.new_slots:
+            self._settings.set(slot.slot, slot.sampling, self._size)
             self._changed = True
         counts = [
-            (held.slot, [_counts(part, self._size) for part in (held.prompt, held.output)])
-            for held in choice.held
-            if held.sampling.has_penalties
+            (slot.slot, [_counts(part, self._size) for part in (slot.prompt, slot.output)])
+            for slot in choice.new_slots
+            if slot.sampling.has_penalties
         ]
         if self._changed and choice.variant > 0:  # greedy needs no settings
             self._on_device = self._upload()
         is_greedy = VARIANTS[choice.variant] == "greedy" and not choice.masked
-        return PlacedChoice(choice.where, choice.variant, self._on_device, counts, is_greedy)
+        return PlacedSamplingBatch(choice.where, choice.variant, self._on_device, counts, is_greedy)
 
     def choose(
-        self, logits: jax.Array, choice: PlacedChoice, masks: Masks | None = None
+        self, logits: jax.Array, choice: PlacedSamplingBatch, masks: Masks | None = None
     ) -> tuple[jax.Array, Any]:
         """Dispatch the choice of tokens, and of log-probabilities if the variant has them.
 

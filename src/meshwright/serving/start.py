@@ -34,7 +34,7 @@ from meshwright.serving.abstract_weights import check_fits
 from meshwright.serving.adapters import with_adapters, with_slots
 from meshwright.serving.defaults import Defaults, defaults_of
 from meshwright.serving.engine import Engine
-from meshwright.serving.lockstep import follow, lead
+from meshwright.serving.lockstep import serve_follower, serve_leader
 from meshwright.serving.replicas import Replicas, start_engine
 from meshwright.serving.request import EngineStoppedError
 from meshwright.serving.same_settings import settings_facts
@@ -158,7 +158,7 @@ def _follow(source: Source, config: ServeConfig, link: Follower) -> None:
         return True
 
     with termination_calls(ask), signal_calls(signal.SIGINT, ask):
-        follow(link, source, mesh, dtype, config.engine)
+        serve_follower(link, source, mesh, dtype, config.engine)
 
 
 def _mesh(source: Source, config: ServeConfig) -> tuple[Mesh, Any]:
@@ -182,6 +182,6 @@ def _engine(
     mesh, dtype = _mesh(source, config)
     if link is None:
         return start_engine(source, mesh, dtype, config.engine, progress)
-    engine = lead(link, source, mesh, dtype, config.engine, progress)
+    engine = serve_leader(link, source, mesh, dtype, config.engine, progress)
     link.on_lost = engine.fail
     return engine

@@ -126,7 +126,7 @@ def train(
         with watchdog.paused("preparing"):
             backend = JaxBackend(config, sampler)
         with contextlib.closing(backend):
-            Loop(backend, stop, store, watchdog).go()
+            Loop(backend, stop, store, watchdog).run()
 
 
 class JaxBackend(Backend):
@@ -259,7 +259,7 @@ class JaxBackend(Backend):
     def compile(self, say: Say) -> None:
         step = self._setup.step
         start = time.monotonic()
-        with waiting_line("compiling", shown=self.process_id == 0), _heard(say):
+        with waiting_line("compiling", shown=self.process_id == 0), _log_to(say):
             lowered = step.functions.train.lower(self._state, step.batch)
             self._compiled = lowered.compile(quick_compile_options(self._devices[0].platform))
         took = duration_text(time.monotonic() - start)
@@ -329,8 +329,8 @@ class JaxBackend(Backend):
 
 
 @contextlib.contextmanager
-def _heard(say: Say) -> Iterator[None]:
-    """What the library logs inside (which attention kernel, and why) is said."""
+def _log_to(say: Say) -> Iterator[None]:
+    """Print what the library logs inside: which attention kernel is used, and why."""
     logger = logging.getLogger("meshwright")
     handler = logging.Handler()
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]

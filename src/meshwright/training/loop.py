@@ -1,6 +1,6 @@
 """The training loop of every backend: resume, step, log, evaluate, save, stop.
 
-The same calls in every process of a run; process 0 speaks.
+The same calls in every process of a run; process 0 alone logs.
 """
 
 import collections
@@ -87,7 +87,7 @@ class Loop:
     ) -> None:
         self.backend, self.stop, self.store, self.watchdog = backend, stop, store, watchdog
         self.checkpoints = backend.checkpoints
-        self.speaks = backend.process_id == 0
+        self.is_main = backend.process_id == 0
         wanted = backend.config.resume_from
         self.saved = resume_step(self.checkpoints, wanted, backend.from_first)
         # a run's own record says how to continue it, which is from the latest
@@ -104,13 +104,13 @@ class Loop:
         # before each write into the run's folder: raises where it is another run's by now
         self.check_owned: Callable[[], None] = lambda: None
 
-    def go(self) -> None:
+    def run(self) -> None:
         config = self.config
         first = self.saved or 0
         if self.saved is not None:
             meta, where = self.checkpoints.meta(self.saved), f"step {first} of {config.run}"
             self.tokens = check_resume(
-                meta, config, self.backend.model, self.backend.loader.describe(), where, self._say
+                meta, config, self.backend.model, self.backend.loader.describe(), where, self._log
             )
             self.eval_losses = self._read_eval_losses(first)
         if config.checkpoint.keep_best:
@@ -121,28 +121,28 @@ class Loop:
             if last < config.steps:
                 passed = "ends it there" if first == last else "has been passed"
                 wanted = f"--stop-at {last} {passed}; leave that out to continue"
-            self._say(f"nothing to do: {config.run} is at step {first}, and {wanted}")
+            self._log(f"nothing to do: {config.run} is at step {first}, and {wanted}")
             return
         if why := self._no_longer_better():
-            self._say(f"nothing to do: {why}; a larger --eval.patience continues {config.run}")
+            self._log(f"nothing to do: {why}; a larger --eval.patience continues {config.run}")
             return
         for line in announcement(self.backend, config, first):
-            self._say(line)
+            self._log(line)
         if self.saved is not None:
-            self._say(f"resuming from step {self.saved} in {self.checkpoints.folder}")
+            self._log(f"resuming from step {self.saved} in {self.checkpoints.folder}")
         with contextlib.ExitStack() as lock:
-            if self.speaks:
+            if self.is_main:
                 self.check_owned = lock.enter_context(only_run_in(config.run))
                 self.checkpoints.check_owned = self.check_owned
             last = self._train(first)
-            if self.speaks:
+            if self.is_main:
                 self._write_page(last)
 
     def _train(self, first: int) -> int:
         """From loading to the last save; gives back the step it is of."""
         config = self.config
         description = run_description(self.backend, config, self._base)
-        if self.speaks:  # before anything slow
+        if self.is_main:  # before anything slow
             size = sum(len(text.encode()) for text in description.values())
             if (metrics := config.run / METRICS).is_file():  # copied without later lines
                 size += metrics.stat().st_size
@@ -150,16 +150,16 @@ class Loop:
         with contextlib.ExitStack() as stack:
             self.backend.check_memory()
             activity = "creating weights" if self.saved is None else f"reading step {self.saved}"
-            with self.watchdog.paused("loading"), waiting_line(activity, shown=self.speaks):
+            with self.watchdog.paused("loading"), waiting_line(activity, shown=self.is_main):
                 self.backend.start(self.saved)
             with self.watchdog.paused("compiling"):
-                self.backend.compile(self._say)
+                self.backend.compile(self._log)
             self.check_owned()
             self._set_later_aside()
-            if self.speaks:
+            if self.is_main:
                 for name, text in description.items():
                     write_whole(config.run / name, text)
-                self._say(
+                self._log(
                     f"curves from the first step on: {self.page.file}, or with other runs: "
                     f"meshwright board {shlex.quote(str(config.run.parent))}"
                 )
@@ -167,7 +167,7 @@ class Loop:
             log = stack.enter_context(
                 MetricsLog(
                     config.run,
-                    writes=self.speaks,
+                    writes=self.is_main,
                     tensorboard=config.log.tensorboard,
                     wandb=config.log.wandb,
                     resume_step=first,
@@ -176,7 +176,7 @@ class Loop:
             if self.saved is not None:
                 log.note(first, RESUMED, mesh=mesh_text(self.backend.mesh_shape))
             stack.enter_context(self._end_noted(log))
-            live = stack.enter_context(LiveLine(config.steps, shown=self.speaks, first=first))
+            live = stack.enter_context(LiveLine(config.steps, shown=self.is_main, first=first))
             last = self._steps(first, log, live)
             live.finish()
             self._save_for_good(last, live)
@@ -204,7 +204,7 @@ class Loop:
             with contextlib.suppress(MeshwrightError):
                 self.check_owned()
                 log.note(self.done, ENDED, state="failed", reason=reason)
-                if self.speaks:
+                if self.is_main:
                     write_run_page(self.config.run)
             raise
         self.check_owned()
@@ -219,7 +219,7 @@ class Loop:
             page = write_run_page(self.config.run)
         except MeshwrightError as problem:
             raise MeshwrightError(f"step {last} is saved, but {problem}") from None
-        self._say(f"curves: {page}")
+        self._log(f"curves: {page}")
 
     def _steps(self, first: int, log: MetricsLog, live: LiveLine) -> int:
         """All steps from `first`; gives back how many are done."""
@@ -299,7 +299,7 @@ class Loop:
         metrics |= {} if held is None else held.metrics()
         if step % config.log.every == 0 or step == config.steps:
             log.write(step, metrics)
-            if self.speaks:
+            if self.is_main:
                 self.page.update()
         if EXPERT_LOADS in values and (
             step % config.checkpoint.every == 0 or step in (config.steps, config.stop_at)
@@ -315,9 +315,9 @@ class Loop:
                 self.checkpoints.confirm(saved)
             self.unconfirmed = []
         if consecutive >= config.max_skipped:
-            self._give_up(step, consecutive, live)
+            self._abort(step, consecutive, live)
 
-    def _give_up(self, step: int, consecutive: int, live: LiveLine) -> None:
+    def _abort(self, step: int, consecutive: int, live: LiveLine) -> None:
         """End the run. The weights are not saved: no step from them was finite."""
         with self.watchdog.paused("saving"):
             self._finish_last_save(live)
@@ -367,7 +367,7 @@ class Loop:
     def _read_eval_losses(self, until: int) -> dict[int, float]:
         """The evaluation losses up to a step, as the run wrote them down."""
         losses = {}
-        if self.speaks and (self.config.run / METRICS).is_file():
+        if self.is_main and (self.config.run / METRICS).is_file():
             steps, values = read_metrics(self.config.run).column("eval_loss")
             losses = {
                 step: value for step, value in zip(steps, values, strict=True) if step <= until
@@ -459,7 +459,7 @@ class Loop:
             except MeshwrightError as problem:  # not in place of the error that ends the run
                 with contextlib.suppress(LostFolderError):  # that is the error
                     self.check_owned()
-                    self._say(f"warning: {problem}")
+                    self._log(f"warning: {problem}")
 
     def _set_later_aside(self) -> None:
         """Checkpoints after the step resumed from would be mistaken for this run's own."""
@@ -467,14 +467,14 @@ class Loop:
         aside = self.checkpoints.set_aside_after(after, self.config.run / METRICS)
         if aside is not None:
             later, place = aside
-            self._say(
+            self._log(
                 f"set aside in {place}: {count(len(later), 'later checkpoint')} "
                 f"({', '.join(map(str, later[-8:]))}) and a copy of {METRICS}; delete that folder "
                 "when you no longer need it"
             )
 
-    def _say(self, text: str) -> None:
-        if self.speaks:
+    def _log(self, text: str) -> None:
+        if self.is_main:
             print_line(text)
 
 

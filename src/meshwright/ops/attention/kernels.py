@@ -61,7 +61,7 @@ def forward(
     chosen, lengths = _kernel(block, mask, method, partial=dtype is not None)
     padded = pad_block(block, mask, lengths)
     result = chosen.forward(padded, mask, dtype, **_capped(method))
-    result, in_flight = _meet(result, in_flight)
+    result, in_flight = _synchronize(result, in_flight)
     return cut_output(chosen.partial(result), block.lengths), in_flight
 
 
@@ -80,7 +80,7 @@ def backward(
     padded, queries = pad_block(block, mask, lengths), lengths[0]
     output, dout = pad_output(output, queries), pad_cotangent(dout, queries)
     result = chosen.backward(padded, mask, output, dout, dtype, **_capped(method))
-    result, in_flight = _meet(result, in_flight)
+    result, in_flight = _synchronize(result, in_flight)
     return cut_gradients(chosen.gradients(result), block.lengths), in_flight
 
 
@@ -89,7 +89,7 @@ def _capped(method: Method) -> dict[str, float]:
     return {} if method.softcap is None else {"softcap": method.softcap}
 
 
-def _meet(result: Any, in_flight: Any) -> Any:
+def _synchronize(result: Any, in_flight: Any) -> Any:
     """Make each wait for the other."""
     if not jax.tree.leaves(in_flight):
         return result, in_flight

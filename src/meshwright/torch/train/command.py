@@ -92,7 +92,7 @@ def train(
         check_run_folder(config)
         with watchdog.paused("preparing"):
             backend = TorchBackend(config, make_mesh(config.mesh))
-        Loop(backend, stop, store, watchdog).go()
+        Loop(backend, stop, store, watchdog).run()
     dist.destroy_process_group()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from meshwright.serving.executor import Results, Sizes, StepPlan
 from meshwright.serving.program_inputs import PromptShape, Shape, Widths
-from meshwright.serving.sampler import Choice, Held
+from meshwright.serving.sampler import SamplingBatch, SlotState
 from meshwright.serving.sampling import Sampling
 
 _SIZE = struct.Struct("<I")
@@ -59,14 +59,14 @@ def plan_of(data: Any) -> StepPlan:
     if tokens is not None:
         tokens = Shape(**tokens[0]), tokens[1]
     if choice is not None:
-        where, variant, held, masked = choice
-        choice = Choice(where, variant, [_held(*each) for each in held], masked)
+        where, variant, new_slots, masked = choice
+        choice = SamplingBatch(where, variant, [_held(*each) for each in new_slots], masked)
     return StepPlan(prompts, tokens, choice)
 
 
-def _held(slot: int, sampling: dict[str, Any], prompt: list[int], output: list[int]) -> Held:
+def _held(slot: int, sampling: dict[str, Any], prompt: list[int], output: list[int]) -> SlotState:
     bias = tuple((token, value) for token, value in sampling.pop("logit_bias"))
-    return Held(slot, Sampling(**sampling, logit_bias=bias), prompt, output)
+    return SlotState(slot, Sampling(**sampling, logit_bias=bias), prompt, output)
 
 
 def results_of(data: Any) -> Results:

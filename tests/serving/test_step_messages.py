@@ -3,10 +3,10 @@
 import numpy as np
 
 from meshwright.serving.executor import Results, StepPlan
-from meshwright.serving.plans import pack, plan_of, results_of, unpack
 from meshwright.serving.program_inputs import PromptShape, Shape
-from meshwright.serving.sampler import Choice, Held
+from meshwright.serving.sampler import SamplingBatch, SlotState
 from meshwright.serving.sampling import Sampling
+from meshwright.serving.step_messages import pack, plan_of, results_of, unpack
 
 INTS = np.arange(7, dtype=np.int32)
 
@@ -16,8 +16,8 @@ def test_plans_are_the_same_after_they_were_sent() -> None:
         0.1 + 0.2, top_k=5, top_p=0.9, frequency_penalty=0.5, logit_bias=((3, -1.5), (4, 2.0)),
         seed=2**32 - 1,
     )  # fmt: skip
-    held = [Held(1, sampling, [5, 9], [2]), Held(0, Sampling(0.0))]
-    choice = Choice(np.array([[0, 1, 2], [7, 8, 0]], np.int32), 2, held, True)
+    new_slots = [SlotState(1, sampling, [5, 9], [2]), SlotState(0, Sampling(0.0))]
+    choice = SamplingBatch(np.array([[0, 1, 2], [7, 8, 0]], np.int32), 2, new_slots, True)
     shape, whole = Shape(4, 2, 16, first=False, scored=True), PromptShape(2, 64)
     for plan in (
         StepPlan(None, (shape, INTS), choice),
@@ -39,8 +39,8 @@ def test_plans_are_the_same_after_they_were_sent() -> None:
         assert sent.choice is not None
         np.testing.assert_array_equal(sent.choice.where, choice.where)
         assert (sent.choice.variant, sent.choice.masked) == (2, True)
-        assert [(*each[:2], *map(list, each[2:])) for each in sent.choice.held] == [
-            (*each[:2], *map(list, each[2:])) for each in held
+        assert [(*each[:2], *map(list, each[2:])) for each in sent.choice.new_slots] == [
+            (*each[:2], *map(list, each[2:])) for each in new_slots
         ]
 
 
