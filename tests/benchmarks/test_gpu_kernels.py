@@ -13,7 +13,11 @@ from meshwright.ops.attention.kernels import KERNELS
 DENSE, CHECKS = KERNELS["dense"], gpu_kernels.CHECKS
 
 
-@pytest.mark.parametrize("check", [CHECKS[1], CHECKS[18], CHECKS[-1]], ids=str)
+@pytest.mark.parametrize(
+    "check",
+    [CHECKS[-1], *(pytest.param(one, marks=pytest.mark.slow) for one in CHECKS[1:19:17])],
+    ids=str,
+)
 def test_a_kernel_that_is_right_passes(
     check: gpu_kernels.Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:

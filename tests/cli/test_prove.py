@@ -66,6 +66,7 @@ def test_a_plan_is_proved_as_it_was_made(
     assert by_plan["planned"] == made.best.memory.total
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_chip_of_ones_own_is_proved_on_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import meshwright
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
 
 
+@pytest.mark.slow
 def test_the_model_of_the_page_trains(tmp_path: Path) -> None:
     package = tmp_path / "src" / "meshwright"
     source = Path(meshwright.__file__).parent

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "examples/notebooks").glob("*.ipynb"))
-SLOW = {"fine_tune_and_chat"}  # trains and generates
+SLOW = {"fine_tune_and_chat", "plan_and_prove"}  # they train and generate, and compile
 SHOW = """
 import subprocess as _subprocess
 

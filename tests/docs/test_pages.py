@@ -15,7 +15,8 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*
 # fine-tuning, and test_commands.py reads every command
 LONG = (
     "docs/train/long-context.md", "docs/plan/prove.md", "docs/train/fine-tune.md",
-    "docs/train/lora.md", "docs/train/dpo.md", "docs/tutorial.md",
+    "docs/train/lora.md", "docs/train/dpo.md", "docs/tutorial.md", "docs/train/experts.md",
+    "docs/train/conversations.md", "docs/plan/your-own-program.md",
 )  # fmt: skip
 # pages that decode with an engine of the usual length: fusions in LLVM's IR compile quickly, and
 # take seconds a step there

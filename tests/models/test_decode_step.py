@@ -49,7 +49,9 @@ def _layer(rng: np.random.Generator, dtype: Any) -> Any:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("parts", "has_norms"), [(0, True), (1, False), (3, True)])
+@pytest.mark.parametrize(
+    ("parts", "has_norms"), [pytest.param(0, True, marks=pytest.mark.slow), (1, False), (3, True)]
+)
 def test_they_compute_what_a_layer_does(parts: int, has_norms: bool) -> None:
     kind = with_fields(KIND, {"qk_norm": has_norms})
     rng = np.random.default_rng(parts)

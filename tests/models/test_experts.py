@@ -106,7 +106,7 @@ def emulate_ragged_all_to_all() -> None:
 EXCHANGES = ["ring", "all-to-all", "ragged"]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES, indirect=True)
+@pytest.mark.parametrize("exchange", ["ring", "ragged"], indirect=True)
 def test_losses_and_gradients_are_the_same_with_experts_of_other_devices(
     exchange: str, alone: Any
 ) -> None:
@@ -148,7 +148,8 @@ def test_remat_unrolling_and_sequence_parallelism_change_nothing(
     close(trained("dp=1,fsdp=1,ep=2,tp=2,sp=1", **settings), alone)
 
 
-@pytest.mark.parametrize("exchange", ["all-to-all", pytest.param("ring", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ring", "all-to-all"])
 def test_a_step_in_fp8_on_eight_devices_is_that_of_one(exchange: str, alone: Any) -> None:
     """tests/ops/test_grouped.py compares products and gradients with an independent rounding."""
     (one, _), (found, _) = (
@@ -274,7 +275,7 @@ def test_a_mesh_that_does_not_divide_the_experts(model: str, mesh: str, message:
         check_sizes(config, found, choose_rules(config, found), shape)
 
 
-@pytest.mark.parametrize("some", [False, True])
+@pytest.mark.parametrize("some", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_experts_that_begin_at_multiples_of_rows_compute_the_same(some: bool) -> None:
     random = np.random.default_rng(2)
     x = jnp.asarray(random.normal(size=(13, 6)), jnp.float32)

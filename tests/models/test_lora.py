@@ -128,8 +128,8 @@ def test_logits_and_files_are_those_of_peft(name: str, tmp_path: Path) -> None:
     [
         pytest.param("fsdp=4,tp=2", {}, marks=pytest.mark.slow),
         ("dp=2,tp=4", {"sequence_parallel": True, "remat": "full"}),
-        ("fsdp=2,tp=2,sp=2", {"layers": "unroll"}),
-        ("fsdp=2,tp=2", {"mlp_chunk": 4}),
+        pytest.param("fsdp=2,tp=2,sp=2", {"layers": "unroll"}, marks=pytest.mark.slow),
+        pytest.param("fsdp=2,tp=2", {"mlp_chunk": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_every_gradient_is_that_of_peft(mesh: str, compute: Any, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def masked(folder: Path) -> Any:
     ("mesh", "compute"),
     [
         ("dp=1", {"remat": "full"}),
-        ("fsdp=2,tp=2,sp=2", {"layers": "unroll"}),
+        pytest.param("fsdp=2,tp=2,sp=2", {"layers": "unroll"}, marks=pytest.mark.slow),
         pytest.param("dp=2,tp=4", {"sequence_parallel": True}, marks=pytest.mark.slow),
     ],
 )
@@ -103,6 +103,7 @@ def test_nothing_is_dropped_outside_of_training_and_files_keep_the_rate(tmp_path
         load_adapter(out, from_hf_config(tmp_path / "base"))
 
 
+@pytest.mark.slow
 def test_a_step_drops_by_its_number_whatever_the_micro_batches(tmp_path: Path) -> None:
     model, modules = tiny("llama")
     model.save_pretrained(tmp_path / "base")

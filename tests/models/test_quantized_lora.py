@@ -47,7 +47,7 @@ def tiny(folder: Path, base: str) -> Any:
 @pytest.mark.parametrize(
     ("base", "mesh", "compute"),
     [
-        ("int8", "fsdp=2,tp=2", {}),
+        pytest.param("int8", "fsdp=2,tp=2", {}, marks=pytest.mark.slow),
         pytest.param("nf4", "dp=1", {}, marks=pytest.mark.slow),
         ("nf4", "fsdp=2,tp=2", {"layers": "unroll", "mlp_chunk": 4}),
         pytest.param(

@@ -307,6 +307,7 @@ def test_told_to_overlap_the_compiler_gathers_most_of_a_loops_weights_while_it_c
     )
 
 
+@pytest.mark.slow
 def test_the_chosen_mesh_is_within_the_uncertainty_of_the_best_of_each_scenario() -> None:
     _, worst = recorded.choice_table(recorded.read_record())
     assert len(worst) >= 10

@@ -85,7 +85,8 @@ def test_what_the_experts_make_is_saved_unless_tokens_are_exchanged(
     assert (steps[0].work.computed == steps[1].work.computed) == bool(ep > 1)
 
 
-@pytest.mark.parametrize("exchange", ["ring", pytest.param("all-to-all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ring", "all-to-all"])
 def test_a_compiled_step_saves_what_the_plan_says(exchange: str) -> None:
     cases = [
         Case("experts", "fsdp=2,ep=4", remat=remat, experts=exchange, seq=256)

@@ -61,8 +61,9 @@ def test_bytes_are_within_a_hundredth_of_the_compilers(entry: dict[str, Any]) ->
             assert sums[kind] == pytest.approx(compiled.get(kind, 0), rel=0.01), kind
 
 
-FAST = [{"mesh": "dp=2,fsdp=2,tp=2,sp=1"}, {"mesh": "fsdp=8", "accumulation": 2}]
+FAST = [{"mesh": "dp=2,fsdp=2,tp=2,sp=1"}]
 SLOW = [
+    {"mesh": "fsdp=8", "accumulation": 2},
     {"mesh": "tp=8"},
     {"mesh": "dp=2,fsdp=4", "compute.remat": "full"},
     {"mesh": "fsdp=4,tp=2", "compute.remat": "full", "compute.sequence_parallel": True},

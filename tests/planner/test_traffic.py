@@ -18,10 +18,10 @@ FAST = [
     Case("llama", "dp=2,fsdp=4", trainable=("layers/-1/",)),
     Case("tied", "fsdp=2,tp=2,sp=2", dpo=True, context_parallel="ring", accumulation=2),
     Case("experts", "fsdp=2,ep=4", experts="all-to-all"),
-    Case("experts", "dp=2,fsdp=2,ep=2", experts="ring", accumulation=2),
-    Case("deepseek", "fsdp=2,tp=2,ep=2", experts="ring", sequence_parallel=True, layers=4),
 ]
 SLOW = [
+    Case("experts", "dp=2,fsdp=2,ep=2", experts="ring", accumulation=2),
+    Case("deepseek", "fsdp=2,tp=2,ep=2", experts="ring", sequence_parallel=True, layers=4),
     Case("llama", "dp=2,fsdp=4", dpo=True, remat="full"),
     Case("qwen3", "fsdp=4,tp=2", dpo=True, sequence_parallel=True, trainable=("layers/-1/",)),
     Case("llama", "fsdp=4,sp=2", dpo=True, context_parallel="allgather"),

@@ -51,7 +51,7 @@ def test_moments_and_summed_gradients_are_those_of_what_is_trained(
     assert found["parameters"] == always(everything, Choice.of())["parameters"]
 
 
-@pytest.mark.parametrize("subset", [("norm",), LAST], ids=str)
+@pytest.mark.parametrize("subset", [pytest.param(("norm",), marks=pytest.mark.slow), LAST], ids=str)
 def test_the_plan_and_the_compiler_agree_on_what_freezing_saves(subset: tuple[str, ...]) -> None:
     """Arguments of the compiled step: exactly; beside them the sums of gradients are gone."""
 

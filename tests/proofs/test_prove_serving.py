@@ -63,7 +63,8 @@ def test_a_decode_step_sends_what_is_planned_and_nothing_else(proofs: dict[str, 
     assert 0.0 < compared[0].off < 0.25
 
 
-@pytest.mark.parametrize("weights", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", [None, "int8"])
 def test_latent_attention_and_experts_are_served_as_planned(
     weights: str | None, tmp_path: Path
 ) -> None:

@@ -60,6 +60,7 @@ def test_long_prompts_have_the_logits_of_training(
         assert engine.stats().pages_used == 0
 
 
+@pytest.mark.slow
 def test_their_keys_are_reused_and_computed_again_after_preemption(
     random_model: RandomModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

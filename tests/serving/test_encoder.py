@@ -73,7 +73,7 @@ def check_logprobs(engine: Engine, model: Model, new: int) -> None:
     ("config", "mesh"),
     [
         (T5, "tp=1"),
-        (OLD, "fsdp=2,tp=2,sp=2"),
+        pytest.param(OLD, "fsdp=2,tp=2,sp=2", marks=pytest.mark.slow),
         pytest.param(T5, "fsdp=2,tp=4", marks=pytest.mark.slow),
         pytest.param(OLD, "tp=8", marks=pytest.mark.slow),
         pytest.param(T5, "sp=2,fsdp=4", marks=pytest.mark.slow),
@@ -87,7 +87,8 @@ def test_mixed_requests_have_the_logits_of_training(
         check_logprobs(engine, model, 5)
 
 
-@pytest.mark.parametrize("mesh", ["tp=1", pytest.param("fsdp=2,tp=2,sp=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp=1", "fsdp=2,tp=2,sp=2"])
 def test_preempted_requests_have_them_too(mesh: str, random_model: RandomModel) -> None:
     model = random_model(T5, generation_mesh(mesh))
     with Engine(model, dataclasses.replace(SMALL, pages=17)) as engine:
@@ -131,6 +132,7 @@ def test_generate_gives_the_tokens_of_transformers(mesh: str, numbers: Path) -> 
         assert list(done.tokens) == row[: row.index(1)] if done.ended else row
 
 
+@pytest.mark.slow
 def test_every_program_is_compiled_before_the_engine_is_ready(random_model: RandomModel) -> None:
     model = random_model(T5, generation_mesh())
     config = dataclasses.replace(SMALL, compile_first=True, strict=True, pages=17)

@@ -112,7 +112,13 @@ def test_one_sequence_in_a_program_of_two_as_on_gpus(
         check_logprobs(engine, model, PROMPTS[:2])
 
 
-@pytest.mark.parametrize("more", [{"experts": 64, "experts_per_token": 4}, {"sliding_window": 5}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({"experts": 64, "experts_per_token": 4}, marks=pytest.mark.slow),
+        {"sliding_window": 5},
+    ],
+)
 def test_so_they_do_by_the_kernels_of_a_decode_step(
     more: dict[str, Any], random_model: RandomModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,15 +149,10 @@ def test_so_they_do_by_the_kernels_of_a_decode_step(
 @pytest.mark.parametrize(
     ("kind", "mesh"),
     [
-        ("mistral", "tp=1"),
         ("qwen 3", "tp=1"),
-        ("llama with biases and yarn", "fsdp=2,tp=2,sp=2"),
         ("odd vocabulary", "fsdp=2,tp=4"),
-        *(
-            pytest.param(kind, "tp=1", marks=pytest.mark.slow)
-            for kind in KINDS
-            if kind not in ("mistral", "qwen 3")
-        ),
+        *(pytest.param(kind, "tp=1", marks=pytest.mark.slow) for kind in KINDS if kind != "qwen 3"),
+        pytest.param("llama with biases and yarn", "fsdp=2,tp=2,sp=2", marks=pytest.mark.slow),
         pytest.param("qwen 3", "dp=1,tp=8", marks=pytest.mark.slow),
         pytest.param("qwen 2.5", "sp=2,fsdp=4", marks=pytest.mark.slow),
         pytest.param("mistral", "tp=2,dp=1,fsdp=2", marks=pytest.mark.slow),
@@ -165,6 +166,7 @@ def test_so_they_do_for_every_kind_on_a_mesh(
         check_logprobs(engine, model, PROMPTS[:3])
 
 
+@pytest.mark.slow
 def test_kv_heads_are_repeated_where_tp_has_more_devices(random_model: RandomModel) -> None:
     config = dataclasses.replace(KINDS["qwen 2.5"], kv_heads=2)  # with biases
     alone = random_model(config, generation_mesh())

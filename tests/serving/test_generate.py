@@ -68,6 +68,7 @@ def test_a_long_prompt_is_computed_in_parts(random_model: RandomModel) -> None:
         assert list(done.tokens) == whole[699:702].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_a_padded_vocabulary_gives_no_other_token(random_model: RandomModel) -> None:
     config = dataclasses.replace(CONFIG, vocab=61)
     alone, split = (random_model(config, generation_mesh(text)) for text in ("tp=1", "fsdp=2,tp=4"))

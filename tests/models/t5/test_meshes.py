@@ -124,7 +124,7 @@ CASES: dict[str, tuple[T5Config, str, Any, dict[str, Any]]] = {
 
 SLOW = (
     "dp", "fsdp", "tp", "fsdp and tp", "tied", "sp", "sp and sequence parallel", "T5X 1, 1", "T5X 1, 2",
-    "T5X 2, 1",
+    "T5X 2, 1", "sequence parallel",
 )  # fmt: skip
 
 
