@@ -86,24 +86,25 @@ if TYPE_CHECKING:
     from meshwright.models.settings import QUANTIZED_BASES, LoraConfig, LossConfig
     from meshwright.models.torch_only import BY_TRANSFORMERS, TransformersConfig, is_torch_only
     from meshwright.models.torch_only import read_config as torch_only_config
+    from meshwright.models.torch_types import TENSOR_DIMS, WITH_DIMS
     from meshwright.models.work import Attention, Block, Experts, Stack
 
 __all__ = [
     "ADAPTER", "ADAPTER_WEIGHTS", "BY_TRANSFORMERS", "DROPOUT", "FAMILIES", "OFFLOAD", "PRESETS",
-    "QUANTIZED", "QUANTIZED_BASES", "SOURCE", "SPECIAL_TOKENS", "TENSOR_DTYPES", "TENSOR_FILE",
-    "TENSOR_INDEX", "ActivationLayouts", "AdapterSlots", "Attention", "Block", "Compute",
-    "DecoderConfig", "Experts", "ExtraLoss", "HuggingFace", "LmHead", "LoraConfig", "LossConfig",
-    "LossSums", "MappedFiles", "Metric", "ModelFamily", "Serving", "Stack", "StoredTensor",
-    "TransformersConfig", "abstract_arrays", "activation_layouts", "adapted_names", "adapter_files",
-    "choose_exchange", "decoder_rules", "default_dtype", "describe_padding", "encodes_prompts",
-    "experts_of", "family_of", "for_tokens", "from_hf_config", "hf_names", "hf_tensors",
-    "indivisible", "indivisible_blocks", "is_adapter", "is_torch_only", "layer_count",
-    "layer_counts", "lm_logits", "load_adapter", "load_hf", "load_tensors", "merged",
-    "model_config", "model_from_dict", "model_to_dict", "next_token_loss", "override",
-    "padded_vocab", "parameter_counts", "preset", "quantized_base", "read_adapter_config",
-    "read_folder", "read_header", "save_adapter", "save_hf", "scans_layers", "sequence_noise",
-    "serving_of", "target_count", "target_weight", "to_hf_config", "tokenizer_files_of",
-    "torch_only_config", "what_fits", "with_adapter",
+    "QUANTIZED", "QUANTIZED_BASES", "SOURCE", "SPECIAL_TOKENS", "TENSOR_DIMS", "TENSOR_DTYPES",
+    "TENSOR_FILE", "TENSOR_INDEX", "WITH_DIMS", "ActivationLayouts", "AdapterSlots", "Attention",
+    "Block", "Compute", "DecoderConfig", "Experts", "ExtraLoss", "HuggingFace", "LmHead",
+    "LoraConfig", "LossConfig", "LossSums", "MappedFiles", "Metric", "ModelFamily", "Serving",
+    "Stack", "StoredTensor", "TransformersConfig", "abstract_arrays", "activation_layouts",
+    "adapted_names", "adapter_files", "choose_exchange", "decoder_rules", "default_dtype",
+    "describe_padding", "encodes_prompts", "experts_of", "family_of", "for_tokens",
+    "from_hf_config", "hf_names", "hf_tensors", "indivisible", "indivisible_blocks", "is_adapter",
+    "is_torch_only", "layer_count", "layer_counts", "lm_logits", "load_adapter", "load_hf",
+    "load_tensors", "merged", "model_config", "model_from_dict", "model_to_dict", "next_token_loss",
+    "override", "padded_vocab", "parameter_counts", "preset", "quantized_base",
+    "read_adapter_config", "read_folder", "read_header", "save_adapter", "save_hf", "scans_layers",
+    "sequence_noise", "serving_of", "target_count", "target_weight", "to_hf_config",
+    "tokenizer_files_of", "torch_only_config", "what_fits", "with_adapter",
 ]  # fmt: skip
 
 import_when_used(__name__)

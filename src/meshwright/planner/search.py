@@ -28,7 +28,7 @@ from meshwright.planner.result import Estimate, Memory, Refusal, Serving
 from meshwright.planner.step import StepModel
 from meshwright.planner.time import StepTime, step_time
 from meshwright.planner.workload import Choice, Workload
-from meshwright.present import count
+from meshwright.present import GIB, count
 
 LONG = 16384  # tokens of a sequence on a device from which the mlp is tried in chunks
 CHUNK = 4096
@@ -354,13 +354,13 @@ def _too_large(smallest: Candidate) -> Refusal:
     choice, need = smallest.choice, smallest.memory
     kind, most = max(need.kinds.items(), key=lambda one: one[1])
     why = (
-        f"needs {need.total / 2**30:.1f} of {need.limit / 2**30:.1f} GiB, with remat="
+        f"needs {need.total / GIB:.1f} of {need.limit / GIB:.1f} GiB, with remat="
         f"{choice.remat} and accumulation={choice.accumulation}; most of it: {kind}, "
-        f"{most / 2**30:.1f}"
+        f"{most / GIB:.1f}"
     )
     if need.host_limit is not None and not need.fits_host:
         why = (
-            f"needs {need.host / 2**30:.1f} of the {need.host_limit / 2**30:.1f} GiB of a host's "
+            f"needs {need.host / GIB:.1f} of the {need.host_limit / GIB:.1f} GiB of a host's "
             f"memory, with remat={choice.remat} and accumulation={choice.accumulation}"
         )
     return Refusal(choice, why, need)

@@ -16,7 +16,7 @@ from meshwright.planner.step import StepModel
 from meshwright.planner.terms import term
 from meshwright.planner.time import step_time
 from meshwright.planner.workload import Choice, Workload
-from meshwright.present import count
+from meshwright.present import GIB, count
 
 WEIGHTS = (None, *QUANTIZED_DTYPES)  # as EngineConfig.weights
 
@@ -42,7 +42,7 @@ def search_serving(
             step = StepModel(workload, choice)
             need, weights = memory(step), choice.weights
             if not need.fits:
-                why = f"needs {need.total / 2**30:.1f} of {need.limit / 2**30:.1f} GiB"
+                why = f"needs {need.total / GIB:.1f} of {need.limit / GIB:.1f} GiB"
                 why += f" with weights in {weights}" if weights else ""
                 refused.append(Refusal(choice, why, need))
                 continue
@@ -140,7 +140,7 @@ def _reason(step: StepModel, need: Memory, parts: Mapping[str, float], served: S
         return f"{1e3 * parts.get(part, 0.0):.1f}"
 
     rest = parts["sequences"] + parts["gaps between kernels"] + parts.get("idle", 0.0)
-    kept, cache = (need.kinds[kind] / 2**30 for kind in ("parameters", "key-value cache"))
+    kept, cache = (need.kinds[kind] / GIB for kind in ("parameters", "key-value cache"))
     reason = (
         f"a token of {count(workload.batch, 'sequence')} takes {1e3 * sum(parts.values()):.1f} ms: "
         f"weights {ms('weights')}, cache {ms('cache')}, links {ms('waiting for links')}, "

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # by model_type
+from meshwright.models import WITH_DIMS
 
 _DIMS = {
     r"(embed_tokens|lm_head)\.weight": "vocab embed",
@@ -40,7 +40,7 @@ def dims_of(name: str) -> str | None:
 
 def has_table(model: Any) -> bool:
     """Whether the dims of every parameter of a model are known."""
-    return getattr(getattr(model, "config", None), "model_type", None) in FAMILIES
+    return getattr(getattr(model, "config", None), "model_type", None) in WITH_DIMS
 
 
 def head_counts(model: Any) -> Mapping[str, int]:

@@ -18,7 +18,8 @@ from torch import nn
 from meshwright.errors import MeshwrightError
 from meshwright.layouts import Layout, PathRules, Rules, decide
 from meshwright.meshes import MeshSpec
-from meshwright.torch.dims import ACTIVATIONS, FAMILIES, MERGED, dims_of, has_table
+from meshwright.models import TENSOR_DIMS, WITH_DIMS
+from meshwright.torch.dims import ACTIVATIONS, MERGED, dims_of, has_table
 from meshwright.torch.lora import A, is_factor, matrix_of
 from meshwright.torch.mesh import Axes, axes_of, spec_of
 
@@ -131,19 +132,16 @@ def place(model: nn.Module, mesh: Any, rules: Any = None) -> Placements:
     return Placements(placed, axes, spec, plan)
 
 
-_TENSOR_DIMS = ("vocab", "heads", "kv_heads", "mlp")
-
-
 def _standard(name: str, param: torch.Tensor, axes: Axes) -> Placement:
     """Vocabulary, heads and mlp over the tensor axis."""
     text = dims_of(name)
     if text is None:
         raise MeshwrightError(
-            f"parameter {name!r} is not one of a {' or '.join(FAMILIES)} model; place all of them "
+            f"parameter {name!r} is not one of a {' or '.join(WITH_DIMS)} model; place all of them "
             "with path rules: rules=mw.PathRules([('q_proj', 'out in -> out@tp in'), …])"
         )
-    split = [(axes.tensor,) if dim in _TENSOR_DIMS and axes.tensor else () for dim in text.split()]
-    rule = next((f"{dim} -> {axes.tensor}" for dim in text.split() if dim in _TENSOR_DIMS), "norm")
+    split = [(axes.tensor,) if dim in TENSOR_DIMS and axes.tensor else () for dim in text.split()]
+    rule = next((f"{dim} -> {axes.tensor}" for dim in text.split() if dim in TENSOR_DIMS), "norm")
     layout = Layout(tuple(split), tuple(text.split()))
     return _placement(name, param, layout, rule if any(split) else f"{text} -> none")
 
@@ -154,7 +152,7 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
     kind = type(model).__name__
     if not plan:
         raise MeshwrightError(
-            f"{kind} has no tp plan of its own and is not a {', '.join(FAMILIES)} model; give "
+            f"{kind} has no tp plan of its own and is not a {', '.join(WITH_DIMS)} model; give "
             f"{_EXAMPLE}, or a mesh with tp=1"
         )
     modules = {generic(name): module for name, module in model.named_modules()}
@@ -215,7 +213,7 @@ def _by_rules(
     if isinstance(rules, Rules):
         if not has_table(model):
             raise MeshwrightError(
-                f"logical rules need dim names, which are known for {', '.join(FAMILIES)} models; "
+                f"logical rules need dim names, which are known for {', '.join(WITH_DIMS)} models; "
                 f"for {type(model).__name__} give path rules: mw.PathRules([('q_proj', 'out in -> "
                 "out@tp in'), …])"
             )

@@ -16,7 +16,7 @@ from meshwright.arithmetic import divisors
 from meshwright.audits import Collective, Payload, Phase
 from meshwright.errors import MeshwrightError
 from meshwright.meshes import MeshSpec
-from meshwright.models import family_of
+from meshwright.models import TENSOR_DIMS, WITH_DIMS, family_of
 from meshwright.planner import efficiency
 from meshwright.planner.constraints import Constraints
 from meshwright.planner.device import ITEM_BYTES
@@ -29,8 +29,6 @@ from meshwright.present import nearest_sizes_text
 
 AXES = ("dp", "fsdp", "tp")
 BACKWARD: Phase = "backward"
-COMPARED = ("llama", "mistral", "qwen2", "qwen3")  # model types whose steps tests/torch measures
-_OVER_TP = frozenset(("vocab", "heads", "kv_heads", "mlp"))  # dims that tensor parallelism splits
 
 
 class Group(NamedTuple):
@@ -51,7 +49,7 @@ def group_of(model: Any, of_layer: bool, tp: int, shards: int) -> Group:
         if ("layers" in array.dims) != of_layer:
             continue
         named = [
-            (dim, -(-size // tp) if dim in _OVER_TP else size)
+            (dim, -(-size // tp) if dim in TENSOR_DIMS else size)
             for dim, size in zip(array.dims, array.shape, strict=True)
             if dim != "layers"
         ]
@@ -221,10 +219,10 @@ def check(workload: Workload) -> None:
             "for h100:8 or another GPU, or leave out --backend torch"
         )
     model_type = family_of(workload.model).hugging_face.write_config(workload.model)["model_type"]
-    if model_type not in COMPARED:
+    if model_type not in WITH_DIMS:
         raise MeshwrightError(
             f"{config.model or 'the model'} is a {model_type} model, and plans of the PyTorch "
-            f"backend were compared with steps of {', '.join(COMPARED)}; leave out --backend torch"
+            f"backend were compared with steps of {', '.join(WITH_DIMS)}; leave out --backend torch"
         )
     if config.lora.rank:
         raise MeshwrightError(

@@ -9,6 +9,7 @@ from meshwright.models import (
     BY_TRANSFORMERS,
     PRESETS,
     QUANTIZED_BASES,
+    WITH_DIMS,
     family_of,
     is_torch_only,
     override,
@@ -43,10 +44,6 @@ _JAX_ONLY = {
     "loss.balance_bias": "PyTorch trains no mixtures of experts here",
     "loss.chunk": "use more --accumulation or a smaller --batch to save memory",
 }
-
-
-# models that PyTorch trains with masks of ours
-_OWN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def _of_transformers(config: TrainConfig) -> Any:
@@ -132,17 +129,17 @@ def check_settings(config: TrainConfig) -> Any:
         )
     fields = {} if is_torch_only(model) else to_hf_config(model)
     _check_positions(config.seq, fields)
-    if fields and fields["model_type"] not in _OWN_TYPES:
+    if fields and fields["model_type"] not in WITH_DIMS:
         model = _of_transformers(config)
         if model is None:
             raise MeshwrightError(
                 f"{config.model} is not a model that --backend torch trains; it trains "
-                f"{', '.join((*_OWN_TYPES, *BY_TRANSFORMERS))}; {others}"
+                f"{', '.join((*WITH_DIMS, *BY_TRANSFORMERS))}; {others}"
             )
     if config.lora.rank and is_torch_only(model):
         raise MeshwrightError(
             f"--lora.rank {config.lora.rank}: with --backend torch LoRA adapts models of "
-            f"{', '.join(_OWN_TYPES)}; {config.model} is none: leave one of the two out"
+            f"{', '.join(WITH_DIMS)}; {config.model} is none: leave one of the two out"
         )
     if config.objective == "dpo":
         raise MeshwrightError(
