@@ -117,8 +117,8 @@ def saved_gradients(step: Any, gradients: Any, folder: Path) -> dict[str, np.nda
     ("case", "mesh", "packed"),
     [
         ("sigmoid", "dp=1", True),
-        ("sigmoid_norm", "fsdp=2,tp=2,sp=2", True),
-        ("lora", "dp=2,fsdp=2,tp=2", True),
+        pytest.param("sigmoid_norm", "fsdp=2,tp=2,sp=2", True, marks=pytest.mark.slow),
+        pytest.param("lora", "dp=2,fsdp=2,tp=2", True, marks=pytest.mark.slow),
         pytest.param("sigmoid", "dp=1", False, marks=pytest.mark.slow),
         pytest.param("sigmoid", "dp=2,fsdp=2,tp=2", True, marks=pytest.mark.slow),
         pytest.param("sigmoid", "dp=2,sp=4", True, marks=pytest.mark.slow),
@@ -171,6 +171,7 @@ SETTINGS = ["--objective", "dpo", "--batch", "8", "--seq", "32", "--steps", "20"
 SETTINGS += ["--optimizer.learning-rate", "3e-3", "--eval.sequences", "8"]
 
 
+@pytest.mark.slow
 def test_a_run_learns_which_answer_is_chosen_and_resumes_with_the_same_bits(
     llama: Path, pairs: Path, train_command: TrainCommand, tmp_path: Path
 ) -> None:

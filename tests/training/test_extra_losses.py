@@ -84,6 +84,7 @@ def test_a_metric_cannot_have_the_name_of_what_a_step_reports_itself(
         run.functions.train.lower(run.target, run.put(packed_batch(0)))
 
 
+@pytest.mark.slow
 def test_a_run_writes_extras_under_their_names(extras: None, tmp_path: Path) -> None:
     small = ("layers=1", "embed=32", "heads=2", "kv_heads=2", "mlp=32")
     config = TrainConfig(

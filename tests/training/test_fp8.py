@@ -37,7 +37,7 @@ def on_one_device(setting):
     [
         pytest.param(dataclasses.replace(FP8, mesh="dp=1,fsdp=8,tp=1,sp=1"), id="fsdp", marks=slow),
         pytest.param(dataclasses.replace(FP8, mesh="dp=1,fsdp=2,tp=2,sp=2"), id="sp", marks=slow),
-        pytest.param(dataclasses.replace(EDGES, mesh="dp=2,fsdp=2,tp=2,sp=1"), id="edges"),
+        pytest.param(dataclasses.replace(EDGES, mesh="dp=2,fsdp=2,tp=2,sp=1"), id="edges", marks=slow),
         pytest.param(dataclasses.replace(EDGES, mesh="dp=1,fsdp=4,tp=2,sp=1", scan=False, remat="full"), id="unrolled", marks=slow),
     ],
 )  # fmt: skip

@@ -102,6 +102,7 @@ def test_an_optimizer_sees_and_keeps_what_it_would_on_one_device(config: Decoder
         assert np.count_nonzero(padded) == np.count_nonzero(inside)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_same_whatever_was_padded(tmp_path: Path) -> None:
     meshes = (
         "dp=1,fsdp=2,tp=2,sp=1", "dp=1,fsdp=1,tp=4,sp=1", ONE, "dp=1,fsdp=2,tp=1,sp=2",
@@ -146,6 +147,7 @@ def odd_model(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_pads_and_generates_the_same_on_other_meshes(
     train_command: TrainCommand, odd_model: str, tmp_path: Path
 ) -> None:

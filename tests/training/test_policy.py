@@ -118,6 +118,7 @@ def test_an_update_is_that_of_pytorch(name: str, mesh: str, tmp_path: Path) -> N
     assert moved > 1e-2  # so that 1e-5 says something
 
 
+@pytest.mark.slow
 def test_the_loss_of_routers_has_its_weight_whatever_the_advantages_are(tmp_path: Path) -> None:
     """Added to PyTorch's loss, averaged over layers and over micro-batches by their targets."""
     import torch

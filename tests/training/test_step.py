@@ -216,6 +216,7 @@ def test_bfloat16_compute_with_float32_weights_follows_float32() -> None:
     assert found[-1] < found[0] - 0.1
 
 
+@pytest.mark.slow
 def test_weights_in_bfloat16_too_follow_float32_roughly() -> None:
     run = parts(Setting(MESH, dtype=jnp.bfloat16, params_dtype=jnp.bfloat16))
     kinds = {x.dtype for x in jax.tree.leaves(run.target.params)}
@@ -295,6 +296,7 @@ def test_the_backward_pass_copies_no_weights_that_are_used_as_they_are(
     assert (re.search(rf"tensor<4x64x({EXPERTS.mlp}|{stored})xf", barriers) is not None) is held
 
 
+@pytest.mark.slow
 def test_the_norm_of_gradients_written_by_layer_is_that_of_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

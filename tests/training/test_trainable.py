@@ -75,7 +75,7 @@ def reference(subset: str) -> tuple[Any, Any, list[float], list[float]]:
         pytest.param("dp=1,fsdp=4,tp=2,sp=1", "norms", marks=slow),
         pytest.param("dp=1,fsdp=4,tp=2,sp=1", "the last layer", marks=slow),
         pytest.param("dp=2,fsdp=2,tp=1,sp=2", "norms", marks=slow),
-        ("dp=2,fsdp=2,tp=1,sp=2", "the last layer"),
+        pytest.param("dp=2,fsdp=2,tp=1,sp=2", "the last layer", marks=slow),
     ],
 )
 def test_what_is_trained_is_the_reference_and_what_is_frozen_keeps_its_bits(
