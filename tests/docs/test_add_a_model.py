@@ -15,7 +15,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_model_of_the_page_trains(tmp_path: Path) -> None:
     package = tmp_path / "src" / "meshwright"
     source = Path(meshwright.__file__).parent
