@@ -497,9 +497,8 @@ def _hf_folder(stage: Stage, value: float) -> Path:
     import jax
     import jax.numpy as jnp
 
-    from meshwright.models import preset
+    from meshwright.models import preset, save_hf
     from meshwright.models.decoder import abstract_arrays
-    from meshwright.models.decoder.hf_folder import save_hf
 
     model = preset("tiny")
     described = abstract_arrays(model)

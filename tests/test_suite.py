@@ -1,6 +1,7 @@
-"""What holds for every test: no time limits, patience with what is slow, paths that exist."""
+"""What holds for every test and script: no time limits, paths and imported names that exist."""
 
 import ast
+import importlib
 import re
 import signal
 import subprocess
@@ -175,6 +176,60 @@ def test_every_file_that_commands_name_exists() -> None:
         if not (ROOT / path).exists()
     }  # fmt: skip
     assert missing == set()
+
+
+# ---- imports ------------------------------------------------------------------------------------
+
+
+def stale_imports(text: str) -> list[str]:
+    """What a file imports of this repository, also within functions, and that is not there."""
+    imports = [
+        (str(node.module), alias.name, node.lineno)
+        for program in programs(text)
+        for node in ast.walk(program)
+        if isinstance(node, ast.ImportFrom) and node.level == 0
+        if str(node.module).partition(".")[0] in ("meshwright", "tests")
+        for alias in node.names
+    ]
+    return [
+        f"line {line}: {name} of {module}" for module, name, line in imports if is_stale(module, name)
+    ]
+
+
+def is_stale(module: str, name: str) -> bool:
+    for import_name in (lambda: getattr(importlib.import_module(module), name),
+                        lambda: importlib.import_module(f"{module}.{name}")):  # fmt: skip
+        try:
+            import_name()
+        except AttributeError:
+            continue
+        except ModuleNotFoundError as missing:
+            if str(missing.name).partition(".")[0] not in ("meshwright", "tests"):
+                return False  # needs a package that is not installed
+            continue
+        return False
+    return True
+
+
+def test_a_stale_import_is_found() -> None:
+    text = """
+from meshwright.models import save_hf
+from tests import patience
+
+def save():
+    from meshwright.models.decoder.{} import {}
+"""
+    assert stale_imports(text.format("hf_folder", "hf_model")) == []
+    assert stale_imports(text.format("hf_folder", "save_hf")) == [
+        "line 6: save_hf of meshwright.models.decoder.hf_folder"
+    ]
+    assert stale_imports(text.format("gone", "save_hf"))
+
+
+def test_every_name_that_a_script_imports_exists() -> None:
+    """Scripts are seldom run, and what their functions import is not seen before that."""
+    stale = {str(file.relative_to(ROOT)): stale_imports(file.read_text()) for file in SCRIPTS if file not in TESTS}  # fmt: skip
+    assert {name: imports for name, imports in stale.items() if imports} == {}
 
 
 # ---- signals ------------------------------------------------------------------------------------

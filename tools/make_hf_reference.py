@@ -125,8 +125,8 @@ def check(name: str, folder: Path) -> tuple[float, list[str]]:
     """
     import jax.numpy as jnp
 
+    from meshwright.models import load_hf, save_hf
     from meshwright.models.decoder.hf_config import from_hf_config
-    from meshwright.models.decoder.hf_folder import load_hf, save_hf
 
     config = from_hf_config(REFERENCE / name)
     params = load_hf(REFERENCE / name, config)
