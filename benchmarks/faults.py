@@ -24,7 +24,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,7 +41,7 @@ from fault_stage import (
     intact,
     small_disk,
 )
-from results import here, write_section
+from results import origin, origins, write_section
 
 GOOD, MISTAKE, RETRY, INTERRUPTED = 0, 2, 75, 130
 KILLED = -signal.SIGKILL
@@ -593,6 +593,7 @@ class Result:
     message: str
     problems: tuple[str, ...]
     lost: tuple[int, ...]  # checkpoints
+    origin: Mapping[str, str] = dataclasses.field(default_factory=dict)  # where and when
 
 
 def tried(fault: Fault, base: Stage, undisturbed: float) -> Result:
@@ -647,11 +648,25 @@ def read_record() -> dict[str, Result]:
 
 
 def add_to_record(result: Result) -> None:
-    record = read_record() | {result.fault.title: result}
+    record = read_record() | {result.fault.title: dataclasses.replace(result, origin=origin())}
     data = {
-        title: [one.seconds, one.message, one.problems, one.lost] for title, one in record.items()
+        title: [one.seconds, one.message, one.problems, one.lost, one.origin]
+        for title, one in record.items()
     }
     RECORD.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+def conditions(results: Sequence[Result]) -> str:
+    """The line under the title: of recorded results, which may come from several machines."""
+    lost = sum(len(one.lost) for one in results)
+    failed = sum(bool(one.problems or one.lost) for one in results)
+    return (
+        f"`python benchmarks/faults.py --write`; tried with "
+        f"{origins((one.origin for one in results), 'versions', 'fault')}. {len(results)} faults; "
+        f"checkpoints lost: {lost}; {len(results) - failed} ended as they must, and resumed with "
+        "the loss of an undisturbed run where there is a run to resume. Times are from the fault "
+        "(or the start of the command) to the end of the slowest process."
+    )
 
 
 def table(results: list[Result]) -> list[str]:
@@ -702,18 +717,11 @@ def main() -> int:
     if not all(try_faults(chosen, ONE, add_to_record)):
         return 1
     results = list(read_record().values())
-    lost = sum(len(one.lost) for one in results)
-    failed = sum(bool(one.problems or one.lost) for one in results)
-    said = (
-        f"`python benchmarks/faults.py --write`, {here()}. {len(results)} faults; checkpoints "
-        f"lost: {lost}; {len(results) - failed} ended as they must, and resumed with the loss of "
-        "an undisturbed run where there is a run to resume. Times are from the fault (or the start "
-        "of the command) to the end of the slowest process."
-    )
+    said = conditions(results)
     print(said)
     if options.write:
         write_section("Injected faults", said, table(results))
-    return 1 if failed else 0
+    return 1 if any(one.problems or one.lost for one in results) else 0
 
 
 if __name__ == "__main__":

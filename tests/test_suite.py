@@ -192,7 +192,9 @@ def stale_imports(text: str) -> list[str]:
         for alias in node.names
     ]
     return [
-        f"line {line}: {name} of {module}" for module, name, line in imports if is_stale(module, name)
+        f"line {line}: {name} of {module}"
+        for module, name, line in imports
+        if is_stale(module, name)
     ]
 
 

@@ -20,4 +20,7 @@ def test_what_was_not_recorded_is_said() -> None:
     assert origins([{"compiler": JAX, "date": "2026-11-15"}]) == (
         f"{JAX}, machine not recorded, 2026-11-15 (1 program)"
     )
-    assert origins([{}]).startswith("compiler not recorded, machine not recorded, not recorded")
+    assert (
+        origins([{}])
+        == "compiler not recorded, machine not recorded, date not recorded (1 program)"
+    )
