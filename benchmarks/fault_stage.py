@@ -7,6 +7,7 @@ checkpoint that must still be there, checks each array's fingerprint, and names 
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -131,9 +132,11 @@ class Stage:
         return self.run / "checkpoints"
 
     def train(self, *more: str, steps: int = 6, layout: tuple[str, ...] | None = None) -> list[str]:
-        """The arguments of `meshwright train`; what comes later wins."""
-        arguments = ["train", "tiny", "--run", str(self.run), "--steps", str(steps)]
-        return [*arguments, *SIZES, *(self.layout if layout is None else layout), *more]
+        """The arguments of `meshwright train`; of a flag that comes twice the last value."""
+        words = ["--run", str(self.run), "--steps", str(steps), *SIZES]
+        words += [*(self.layout if layout is None else layout), *more]
+        settings = dict(zip(words[::2], words[1::2], strict=True))
+        return ["train", "tiny", *itertools.chain.from_iterable(settings.items())]
 
     def start(self, *more: str, steps: int = 6, cached: bool = True) -> Command:
         environment = {"JAX_ENABLE_COMPILATION_CACHE": "true" if cached else "false"}

@@ -9,7 +9,6 @@ fault is what faults.py checks: exit codes, messages, intact checkpoints, the lo
 """
 
 import argparse
-import functools
 import os
 import signal
 import sys
@@ -58,12 +57,12 @@ def signal_command(number: int) -> Callable[[Stage], list[End]]:
     return inject
 
 
-def torchrun(stage: Stage, shell: str) -> list[End]:
+def torchrun(stage: Stage, *more: str) -> list[End]:
     """The command under torchrun, by way of a shell that knows its RANK."""
     plain = tuple(word for word in LAYOUT if word not in ("--processes", "2"))
-    words = " ".join(stage.train(layout=plain))
+    words = " ".join(stage.train(*more, layout=plain))
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    own = f"{sys.executable} -m meshwright.cli.main {words} {shell}"
+    own = f"{sys.executable} -m meshwright.cli.main {words}"
     return [
         Command([*launch, "--no-python", "--", "sh", "-c", own], command=(sys.executable,)).end()
     ]
@@ -115,7 +114,7 @@ FAULTS = [
               faults._record(stage), lambda b: b""),
       }.items()),
     *(Fault("disagreement", f"{flag} of one process of 2",
-            functools.partial(torchrun, shell=f"{flag} {values}"), (1,), says=flag)
+            lambda stage, flag=flag, values=values: torchrun(stage, flag, values), (1,), says=flag)
       for flag, values in {
           "--batch": "$((4 + 4 * RANK))", "--seed": "$RANK",
           "--optimizer.learning-rate": "1e-$((3 + RANK))",
