@@ -152,3 +152,67 @@ def test_a_file_that_two_sources_name_is_not_packed_twice(
         pack(["books", "./books/train.txt"], "a.store", ByteTokenizer(), Reading(split="train"))
     pack(["books"], "a.store", ByteTokenizer(), Reading(split="train"))
     assert TokenStore.open("a.store").text(0) == "books/train.txt"
+
+
+def packed(sources: list[str], split: str | None = None) -> list[str]:
+    """The texts of a store of these sources, each of which is its file's name."""
+    store = pack(sources, "a.store", ByteTokenizer(), Reading(split=split), overwrite=True).store
+    return [store.text(number) for number in range(store.documents)]
+
+
+def test_files_of_several_splits_are_not_packed_without_a_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ["data/more.txt", "data/test.txt", "data/train.txt"]
+    monkeypatch.chdir(made(tmp_path, *files))
+    with pytest.raises(MeshwrightError) as error:
+        packed(files)
+    assert str(error.value) == (
+        "the sources are of several splits: test (1 file: test.txt), train (1 file: train.txt); "
+        "give only those of one split, or --split train, or --split all to pack them together"
+    )
+    assert packed(files, "train") == ["data/more.txt", "data/train.txt"]
+    assert packed(files, "all") == files
+    with pytest.raises(MeshwrightError, match="--split dev: none of the files is of this split"):
+        packed(files[1:], "dev")
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        ["train/a.txt", "test/a.txt"],
+        ["train", "test"],  # of train/ and test/
+        ["train", "test/a.txt"],
+        ["dev.jsonl", "train.jsonl"],
+        ["train_sft-00000-of-00001.txt", "train_gen-00000-of-00001.txt"],
+    ],
+)
+def test_sources_are_judged_together(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path, "train/a.txt", "test/a.txt", "dev.jsonl", "train.jsonl",
+         "train_sft-00000-of-00001.txt", "train_gen-00000-of-00001.txt")  # fmt: skip
+    with pytest.raises(MeshwrightError, match="the sources are of several splits") as error:
+        packed(sources)
+    # a folder within which no name says train has no such split
+    assert ("--split train" in str(error.value)) == all(Path(name).is_file() for name in sources)
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        ["test.txt"],
+        ["test/a.txt", "test/test.txt"],
+        ["more.txt", "test.txt"],
+        ["data"],
+        ["data", "more.txt"],
+    ],
+)
+def test_sources_of_one_split_are_packed(
+    sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = ("data/books-00000-of-00001.txt", "data/web-00000-of-00001.txt")
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path, "test.txt", "test/a.txt", "test/test.txt", "more.txt", *shards)
+    assert packed(sources)

@@ -82,8 +82,8 @@ class Pack:
     base64_token_dtype: Base64Dtype = "int32"
     """EasyLM: type of base64-encoded tokens."""
     split: str | None = None
-    """Split of a dataset's folder, such as train (data/train-*.parquet, train/, train.jsonl); "all"
-    packs every file."""
+    """Split of a dataset's folder or of several files, such as train (data/train-*.parquet, train/,
+    train.jsonl); "all" packs every file."""
     split_on: str | None = None
     """Separator between documents in text files, such as '\\n\\n'; without it, a file is one."""
     special_tokens: bool = True

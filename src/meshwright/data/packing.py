@@ -27,6 +27,7 @@ from meshwright.data.readers import (
     read_documents,
     read_records,
 )
+from meshwright.data.splits import sources_of_split
 from meshwright.data.store import (
     META,
     OFFSET_DTYPE,
@@ -95,6 +96,8 @@ def pack(
     if not sources_read:
         raise MeshwrightError("nothing to pack; give files or folders")
     _check_read_once(sources_read)
+    packed = sources_of_split({source: files for source, files, _ in sources_read}, reading.split)
+    sources_read = [each for each in sources_read if each[0] in packed]
     all_files = [file for _, files, _ in sources_read for file in files]
     if not any(file.stat().st_size for file in all_files):
         are = "is" if len(all_files) == 1 else "are"

@@ -60,8 +60,9 @@ PLAIN = Reading()
 def find_files(source: str | Path, split: str | None = None) -> tuple[list[Path], list[Path]]:
     """The files to read of a file or folder, in order; and the files of unsupported kinds.
 
-    `split`: that of a folder's splits; a file is read whatever its name says. Of a dataset on the
-    Hub (org/name), the files of the split are downloaded.
+    `split`: that of a folder's splits; a file is found whatever its name says, and judged beside
+    others by `sources_of_split`. Of a dataset on the Hub (org/name), the files of the split are
+    downloaded.
     """
     path = dataset_folder(source, lambda names: _files_to_download(str(source), names, split))
     if not path.exists():

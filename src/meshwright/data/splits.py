@@ -6,9 +6,11 @@ train/a.jsonl                         train: a folder
 my_dev_set.jsonl                      validation: a word of the file's name
 """
 
+import os
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 from meshwright.errors import MeshwrightError, did_you_mean
 from meshwright.present import count
@@ -39,10 +41,9 @@ def choose_split(source: str | Path, files: Sequence[Path], split: str | None) -
     split = split_to_train_on(split, named)
     if split is None:
         if len(splits) > 1 and named.keys() != {"train"}:
-            likely = min(named, key=lambda name: _in_words(name) != "train")
             raise MeshwrightError(
                 f"data '{source}' holds several splits: {_listed(splits)}; choose one, as in "
-                f"--split {likely}, or --split {ALL} to pack them together"
+                f"--split {_likely(named)}, or --split {ALL} to pack them together"
             )
         chosen = list(files)
     else:
@@ -55,6 +56,49 @@ def choose_split(source: str | Path, files: Sequence[Path], split: str | None) -
         chosen = named[name]
     _check_configurations(source, chosen)
     return chosen
+
+
+def sources_of_split(files_of: Mapping[str, Sequence[Path]], split: str | None) -> list[str]:
+    """The sources to pack together: all but files that `split` leaves out by their names.
+
+    A shell gives the files of `data/*.jsonl` one by one. Without `split`, sources of several splits
+    are a mistake. One that is given alone is packed, whatever its name says.
+
+    Arguments:
+        files_of: source → its files; of a folder those that `choose_split` has chosen
+        split: as for `choose_split`
+    """
+    local = [source for source in files_of if os.path.exists(source)]  # not of the Hub
+    if split == ALL or len(files_of) == 1 or not local:
+        return list(files_of)
+    base = os.path.commonpath([Path(source).absolute().parent for source in local])
+    splits: dict[str | None, list[Path]] = {}
+    split_of_file: dict[str, str | None] = {}  # of sources that are files
+    for source in local:
+        by_source = _known(split_of(Path(source).absolute().relative_to(base)))
+        if os.path.isfile(source):
+            split_of_file[source] = by_source
+        for file in files_of[source]:
+            by_file = None if file == Path(source) else split_of(file.relative_to(source))
+            splits.setdefault(_known(by_file) or by_source, []).append(file)
+    named = {name: files for name, files in splits.items() if name is not None}
+    split = split_to_train_on(split, named)
+    if split is None:
+        if len(named) > 1:
+            only_files = len(split_of_file) == len(files_of)
+            choice = f"or --split {_likely(named)}, " if only_files else ""
+            raise MeshwrightError(
+                f"the sources are of several splits: {_listed(named)}; give only those of one "
+                f"split, {choice}or --split {ALL} to pack them together"
+            )
+        return list(files_of)
+    name = split if split in named else _SPLIT_OF_WORD.get(split.lower(), split)
+    kept = [source for source in files_of if split_of_file.get(source) in (None, name)]
+    if not kept:
+        raise MeshwrightError(
+            f"--split {split}: none of the files is of this split; there are {_listed(named)}"
+        )
+    return kept
 
 
 def split_to_train_on(split: str | None, names: Container[str]) -> str | None:
@@ -97,7 +141,15 @@ def _in_words(name: str) -> str | None:
     return next(filter(None, words), None)
 
 
-def _listed(splits: dict[str | None, list[Path]]) -> str:
+def _known(name: str | None) -> str | None:
+    return name if name and _in_words(name) else None
+
+
+def _likely(names: Iterable[str]) -> str:
+    return min(names, key=lambda name: _in_words(name) != "train")
+
+
+def _listed(splits: Mapping[Any, Sequence[Path]]) -> str:
     return ", ".join(
         f"{name or 'no split named'} ({count(len(files), 'file')}: {files[0].name}"
         + (", …)" if len(files) > 1 else ")")
