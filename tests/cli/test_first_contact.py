@@ -57,6 +57,15 @@ def test_help_and_a_mistyped_command_import_nothing_heavy(
     assert not names
 
 
+def test_the_package_is_the_command_too() -> None:
+    """`python -m meshwright`, where the command is not on the path."""
+    done = subprocess.run(
+        [sys.executable, "-m", "meshwright", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("meshwright 0")
+
+
 @pytest.mark.parametrize("name", commands.COMMANDS)
 def test_the_help_of_a_command_does_not_import_jax(name: str) -> None:
     ended, names, shown = loaded(*name.split(), "--help")
