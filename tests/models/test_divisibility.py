@@ -77,6 +77,18 @@ def test_the_nearest_that_would_fit_is_proposed(
     assert what_fits(ONE | mesh, 64, 1000, refuses, accumulation) == says
 
 
+def test_accumulations_that_divide_the_batch_are_proposed() -> None:
+    def refused(config: TrainConfig) -> str:
+        with pytest.raises(MeshwrightError) as error:
+            check_sizes(config, TINY, choose_rules(config, TINY), ONE | {"fsdp": 4})
+        return str(error.value).rpartition("; ")[2]
+
+    config = TrainConfig("tiny", batch=16, seq=32, accumulation=3)
+    assert refused(config) == "accumulation=1, 2 or 4 would fit, or batch=12 or 24"
+    config = dataclasses.replace(config, accumulation=2**31 - 1)
+    assert refused(config) == "accumulation=1, 2 or 4 would fit"
+
+
 TINY = preset("tiny")
 sizes = st.sampled_from([1, 2, 3, 4, 5, 6, 8, 12])
 configs = st.builds(
@@ -115,7 +127,13 @@ def test_whatever_is_proposed_is_accepted_by_the_check_that_refused(
         return
     if proposal.startswith("no mesh"):
         return
-    assert proposal.endswith(" would fit")
+    assert " would fit" in proposal
+    if found := re.match(r"accumulation=(.*?) would fit(, or )?", proposal):
+        for number in re.findall(r"\d+", found[1]):
+            check_sizes(dataclasses.replace(config, accumulation=int(number)), model, rules, shape)
+        proposal = proposal[found.end() :]
+        if not proposal:
+            return
     if found := re.search("mesh '(.*?)'", proposal):
         shape = dict(MeshSpec.parse(found[1]).axes)
         proposal = proposal.replace(found[0], "")

@@ -152,8 +152,10 @@ def test_limits_on_the_mesh_hold_and_what_is_fixed_stays() -> None:
 @pytest.mark.parametrize(
     ("accumulation", "mesh", "words"),
     [
-        (7, None, "accumulation=7 does not divide batch=64: .*; batch=56 or 112 would fit"),
-        (128, None, "accumulation=128 does not divide batch=64"),
+        (7, None, "accumulation=7 does not divide batch=64: .*; accumulation=4, 8 or 16 would fit, or batch=56 or 112"),
+        (128, None, "accumulation=128 does not divide batch=64: .*; accumulation=16, 32 or 64 would fit"),
+        (2**31 - 1, None, "; accumulation=16, 32 or 64 would fit$"),
+        (2**31 - 1, "fsdp=8", "; accumulation=2, 4 or 8 would fit$"),
         (16, "fsdp=8", "accumulation=16 does not divide the 8 sequences of a device.* would fit"),
     ],
 )  # fmt: skip

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -104,14 +104,21 @@ class Refuses(Protocol):
 
 
 def what_fits(
-    mesh_shape: Mapping[str, int], batch: int, seq: int, refuses: Refuses, accumulation: int = 1
+    mesh_shape: Mapping[str, int],
+    batch: int,
+    seq: int,
+    refuses: Refuses,
+    accumulation: int = 1,
+    accepts: Callable[[int], bool] = lambda accumulation: False,
 ) -> str:
     """The end of a message about a mesh that is refused: what would not be.
 
-    Another batch or length (`"batch=60 or 80 would fit"`), another mesh of as many devices, or
-    both. All checks are in `refuses`: nothing is proposed that it refuses.
+    Another accumulation, another batch or length (`"batch=60 or 80 would fit"`), another mesh of as
+    many devices, or both. All checks are in `refuses`, and for an accumulation in `accepts`:
+    nothing is proposed that these refuse.
     """
     devices = math.prod(mesh_shape.values())
+    other = _other_accumulation(accumulation, batch, accepts) if accumulation > 1 else ""
     # of which one is divided by all that splits
     units = [unit * times for times in {1, accumulation} for unit in divisors(2 * devices)]
     for name, size in (("batch", batch), ("seq", seq)):
@@ -120,7 +127,10 @@ def what_fits(
         fits = [n for n in multiples if not refuses(mesh_shape, **numbers | {name: n})]
         if fits:
             nearest = [n for n in fits if n < size][-1:] + [n for n in fits if n > size][:1]
-            return f"{name}={' or '.join(map(str, nearest))} would fit"
+            sizes = f"{name}={' or '.join(map(str, nearest))}"
+            return f"{other}, or {sizes}" if other else f"{sizes} would fit"
+    if other:
+        return other
     others = nearest_sizes(tuple(mesh_shape.values()), devices)
     meshes: list[Mapping[str, int]] = [
         dict(zip(mesh_shape, sizes, strict=True)) for sizes in itertools.islice(others, MOST_TRIED)
@@ -137,6 +147,13 @@ def what_fits(
                 numbers = {"batch": new_batch} | ({} if new_seq == seq else {"seq": new_seq})
                 return f"mesh '{mesh_text(shape)}' with {mesh_text(numbers)} would fit"
     return f"no mesh of {count(devices, 'device')} with these axes would"
+
+
+def _other_accumulation(accumulation: int, batch: int, accepts: Callable[[int], bool]) -> str:
+    """The nearest that divide the batch and would fit, in words; empty if none would."""
+    nearest = sorted(divisors(batch), key=lambda number: abs(math.log(number / accumulation)))
+    fits = list(itertools.islice(filter(accepts, nearest), 3))
+    return f"accumulation={nearest_sizes_text(accumulation, fits)} would fit" if fits else ""
 
 
 def _around(size: int, unit: int) -> list[int]:

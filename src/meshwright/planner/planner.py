@@ -388,8 +388,13 @@ def _proposal(workload: Workload, limits: Constraints, refused: Choice) -> str:
         changed = workload.resized(batch, seq)
         return not limits.allows(mesh) or not _fits_on(changed, mesh, limits)
 
+    def accepts(accumulation: int) -> bool:
+        fixed = {**limits.fixed, "accumulation": accumulation}
+        changed = dataclasses.replace(limits, fixed=fixed)
+        return _first_that_fits(workload, changed) is not None
+
     accumulation = limits.fixed.get("accumulation", 1)
-    return what_fits(refused.sizes, workload.batch, workload.seq, refuses, accumulation)
+    return what_fits(refused.sizes, workload.batch, workload.seq, refuses, accumulation, accepts)
 
 
 def _nearest_that_fit(workload: Workload, limits: Constraints) -> list[Choice]:

@@ -268,7 +268,11 @@ def check_sizes(
             return True
         return _refusal(config, model, rules, mesh_shape, batch, seq) is not None
 
-    fits = what_fits(mesh_shape, config.batch, config.seq, refuses, config.accumulation)
+    def accepts(accumulation: int) -> bool:
+        changed = dataclasses.replace(config, accumulation=accumulation)
+        return _refusal(changed, model, rules, mesh_shape, config.batch, config.seq) is None
+
+    fits = what_fits(mesh_shape, config.batch, config.seq, refuses, config.accumulation, accepts)
     raise MeshwrightError(f"{why}; {fits}")
 
 

@@ -131,10 +131,12 @@ def _check_mesh(config: TrainConfig, model: Any) -> None:
         return
     decoder, parallel = model, config.compute.sequence_parallel
 
-    def problem(mesh_shape: Mapping[str, int], batch: int, seq: int) -> str | None:
+    def problem(
+        mesh_shape: Mapping[str, int], batch: int, seq: int, accumulation: int = config.accumulation
+    ) -> str | None:
         tp = mesh_shape.get(axes.tensor or "", 1)
         ranks = math.prod(mesh_shape.values()) // tp
-        if batch % (parts := ranks * config.accumulation):
+        if batch % (parts := ranks * accumulation):
             return f"batch={batch} is not divisible by dp·fsdp·accumulation={parts}"
         choice = Choice.of(fsdp=ranks, tp=tp, sequence_parallel=parallel)
         return fsdp2.indivisible(decoder, choice, batch, seq)
@@ -142,9 +144,12 @@ def _check_mesh(config: TrainConfig, model: Any) -> None:
     def refuses(mesh_shape: Mapping[str, int], batch: int, seq: int) -> bool:
         return seq > decoder.max_seq or problem(mesh_shape, batch, seq) is not None
 
+    def accepts(accumulation: int) -> bool:
+        return problem(sizes, config.batch, config.seq, accumulation) is None
+
     sizes = dict(zip(spec.names, spec.sizes, strict=True))
     if (why := problem(sizes, config.batch, config.seq)) is not None:
-        fits = what_fits(sizes, config.batch, config.seq, refuses, config.accumulation)
+        fits = what_fits(sizes, config.batch, config.seq, refuses, config.accumulation, accepts)
         raise MeshwrightError(f"mesh {spec.quoted}: {why}; {fits}")
 
 
