@@ -271,6 +271,8 @@ def _own_value(name: str, flag: str, value: str, theirs: str) -> list[str]:
         weights, paths = value.split()[::2], value.split()[1::2]
         pairs = zip(paths, weights, strict=False)
         return [flag, ",".join(f"{path}:{weight}" for path, weight in pairs)]
+    if flag == "--optimizer.warmup-steps" and re.fullmatch(r"0?\.\d+", value):
+        raise MeshwrightError(f"{theirs}: the warm-up is a number of steps here, {flag} N")
     values = VALUES.get(name) or VALUES.get(flag)
     if values is None:
         return [flag, value]

@@ -39,8 +39,10 @@ MODEL_NAMES = ("model", "model_name", "model_name_or_path", "model_path", "load_
           "model.name", "model.flavor", "module", "hf_model")  # fmt: skip
 
 
+CHECKPOINTS = ("ckpt", "ckpt_path", "checkpoint", "checkpoint_path", "pretrained")
 FIRST_WORD = dict.fromkeys(
-    (*MODEL_NAMES, "hf_path"), "the model is the first word, as in meshwright {command} FOLDER"
+    (*MODEL_NAMES, *CHECKPOINTS, "hf_path"),
+    "the model is the first word, as in meshwright {command} FOLDER",
 )
 
 
@@ -121,6 +123,28 @@ RENAMED = {
     "scan_layers": "--compute.layers",
     "wandb_project": "--log.wandb", "logger.project": "--log.wandb",
     "logger.project_id": "--log.wandb",
+    # short words of many scripts
+    "iters": "--steps", "max_iters": "--steps", "n_steps": "--steps", "nsteps": "--steps",
+    "bs": "--batch", "bsz": "--batch", "batchsize": "--batch", "train_bs": "--batch",
+    "gbs": "--batch",
+    "seqlen": "--seq", "ctx": "--seq", "ctx_len": "--seq", "context_len": "--seq",
+    "n_ctx": "--seq", "max_len": "--seq",
+    "grad_accum": "--accumulation", "grad_acc": "--accumulation", "accum_steps": "--accumulation",
+    "wd": "--optimizer.weight-decay",
+    "warmup": "--optimizer.warmup-steps", "warmup_iters": "--optimizer.warmup-steps",
+    "num_warmup_steps": "--optimizer.warmup-steps",
+    "scheduler": "--optimizer.schedule", "lr_scheduler": "--optimizer.schedule",
+    "opt": "--optimizer.name", "clip": "--optimizer.clip-norm",
+    "beta1": "--optimizer.b1", "beta2": "--optimizer.b2",
+    "out": "--run", "outdir": "--run", "output": "--run", "save_dir": "--run",
+    "ckpt_dir": "--run", "checkpoint_dir": "--run", "workdir": "--run", "work_dir": "--run",
+    "logdir": "--run", "log_dir": "--run",
+    "save_every": "--checkpoint.every", "save_freq": "--checkpoint.every",
+    "ckpt_every": "--checkpoint.every", "checkpoint_every": "--checkpoint.every",
+    "eval_freq": "--eval.every",
+    "train_file": "--data", "dataset_dir": "--data",
+    "precision": "--compute.dtype", "mixed_precision": "--compute.dtype",
+    "random_seed": "--seed",
     # T5X's Gin names
     "TRAIN_STEPS": "--steps", "MODEL_DIR": "--run", "BATCH_SIZE": "--batch",
     "INITIAL_CHECKPOINT_PATH": "--init-from", "MIXTURE_OR_TASK_NAME": "--data",
@@ -161,6 +185,7 @@ VALUES = {
 }  # fmt: skip
 SWITCHES = {
     "bf16": "--compute.dtype bfloat16", "fp16": "--compute.dtype bfloat16",
+    "amp": "--compute.dtype bfloat16",
     "gradient_checkpointing": "--compute.remat full",
     "recompute_activations": "--compute.remat full",
     "enable_sequence_parallel": "--compute.sequence-parallel",
@@ -186,6 +211,15 @@ SHAPE = (
 FILE = (
     "settings are flags, or come from a file with --config FILE (a run's config.json); files of "
     "other systems are not read"
+)
+GPUS = ("gpus", "n_gpus", "num_gpus", "nproc", "nproc_per_node", "n_devices", "num_devices")
+DEVICES = (
+    "--mesh says how devices are used, and --mesh fsdp=-1 takes all that are here; with --backend "
+    "torch --processes N are started; plan and prove name a machine, as in --on h100:8"
+)
+HOSTS = (
+    "several processes are --coordinator HOST:PORT --processes N --process-id I, or --coordinator "
+    "auto"
 )
 CHIPS = "it is a setting of planning: meshwright prove MODEL --on v5p-256 --mesh fsdp=-1"
 OTHERS_RATES = (
@@ -227,8 +261,8 @@ TRAINING = Words(
     advice={
         **PIPELINES,
         **dict.fromkeys(
-            ("epochs", "num_epochs", "num_train_epochs", "tokens", "num_tokens", "train_tokens",
-             "total_tokens", "train_samples"),
+            ("epoch", "epochs", "num_epochs", "num_train_epochs", "tokens", "num_tokens",
+             "train_tokens", "total_tokens", "train_samples"),
             "a run is as long as its --steps, each of --batch sequences of --seq tokens: tokens = "
             "steps x batch x seq",
         ),
@@ -250,11 +284,19 @@ TRAINING = Words(
             MODEL_NAMES,
             "the model is the first word after the command; weights come from --init-from FOLDER",
         ),
+        **dict.fromkeys(
+            CHECKPOINTS,
+            "weights to start from are --init-from FOLDER; the same command resumes the run in "
+            "--run, and --resume-from STEP takes another checkpoint",
+        ),
+        **dict.fromkeys(GPUS, DEVICES),
+        **dict.fromkeys(("nodes", "nnodes", "n_nodes", "num_nodes", "world_size"), HOSTS),
         **dict.fromkeys(("config_file", "job.config_file"), FILE),
         **dict.fromkeys(
             ("num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size",
              "num_query_groups", "num_experts", "base_num_decoder_layers", "base_emb_dim",
-             "base_mlp_dim", "base_num_query_heads", "base_num_kv_heads"),
+             "base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "n_layer", "n_layers",
+             "n_head", "n_heads", "num_heads", "n_embd", "d_model", "hidden_dim", "vocab_size"),
             SHAPE,
         ),
         **dict.fromkeys(
@@ -293,12 +335,15 @@ TRAINING = Words(
         "split": "--eval.sequences N holds out the last N sequences of the data",
     },
 )  # fmt: skip
+# commands that generate and evaluate
+USES_MESH = dict.fromkeys(GPUS, "--mesh says how many devices are used, as in --mesh tp=4")
 # as vLLM, SGLang, Transformers and llama.cpp call them
 SERVING = Words(
     renamed={
         "max_model_len": "--engine.max-length", "context_length": "--engine.max-length",
         "seq_length": "--engine.max-length", "max_seq_len": "--engine.max-length",
-        "ctx_size": "--engine.max-length",
+        "ctx_size": "--engine.max-length", "n_ctx": "--engine.max-length",
+        "max_len": "--engine.max-length",
         "max_num_seqs": "--engine.max-batch", "max_running_requests": "--engine.max-batch",
         "gpu_memory_utilization": "--engine.memory-fraction",
         "mem_fraction_static": "--engine.memory-fraction",
@@ -329,6 +374,7 @@ SERVING = Words(
     advice={
         **PIPELINES,
         **FIRST_WORD,
+        **USES_MESH,
         "load_checkpoint": FIRST_WORD["model"],
         "trust_remote_code": "no code of a model's folder is run; meshwright models and "
         "docs/train/hugging-face.md list the architectures",
@@ -353,18 +399,33 @@ SERVING = Words(
 )  # fmt: skip
 GENERATED = Words(
     renamed=dict.fromkeys(("max_new_tokens", "max_tokens", "n_predict"), "--max-new")
-    | {"temp": "--temperature"},
+    | {"temp": "--temperature", "random_seed": "--seed"},
     switches={},
     always={"do_sample": "--temperature says it: 0 is greedy"},
     advice={
         **PIPELINES,
         **FIRST_WORD,
+        **USES_MESH,
         "trust_remote_code": SERVING.advice["trust_remote_code"],
     },
 )
-OTHERS = Words({}, {}, {}, advice=PIPELINES | FIRST_WORD)
+EVALUATED = Words(
+    {name: flag for name, flag in RENAMED.items() if flag in ("--batch", "--seq", "--data")},
+    {},
+    {},
+    advice=PIPELINES | FIRST_WORD | USES_MESH,
+)
+EXPORTED = Words({}, {}, {}, advice={
+    **PIPELINES,
+    **FIRST_WORD,
+    **dict.fromkeys(
+        ("output", "outdir", "output_dir", "out_dir", "save_dir"),
+        "the folder to write is the second word, as in meshwright export RUN FOLDER",
+    ),
+})  # fmt: skip
 OF_COMMAND = {
-    "serve": SERVING, "generate": GENERATED, "chat": GENERATED, "eval": OTHERS, "export": OTHERS,
+    "serve": SERVING, "generate": GENERATED, "chat": GENERATED, "eval": EVALUATED,
+    "export": EXPORTED,
 }  # fmt: skip
 # whole groups of flags that have no counterpart one by one
 SECTIONS = {
@@ -375,8 +436,7 @@ SECTIONS = {
     "llama.": SHAPE,
     "job.": FILE,
     "profiling.": "trace a script of your own with jax.profiler",
-    "jax_distributed.": "several processes are --coordinator HOST:PORT --processes N --process-id "
-    "I, or --coordinator auto",
+    "jax_distributed.": HOSTS,
     "comm.": "--hang-timeout is the one limit on waiting for other processes",
     "validation.": "--eval.every and --eval.sequences are the settings",
 }  # fmt: skip
@@ -386,7 +446,8 @@ LAST_RATE = ("min_lr", "end_lr")  # ours is a fraction of the peak
 # sequences of one data rank: Hugging Face, Megatron, torchtitan, the PyTorch guide
 PER_RANK = frozenset({
     "per_device_train_batch_size", "per_device_batch_size", "micro_batch_size", "local_batch_size",
-    "training.local_batch_size", "batch_size_per_device", "batch_size_per_rank",
+    "training.local_batch_size", "batch_size_per_device", "batch_size_per_rank", "mbs",
+    "micro_batch", "micro_bs", "micro_bsz", "per_gpu_batch_size", "per_gpu_train_batch_size",
 })  # fmt: skip
 GENERATING = ("serve", "generate", "chat", "eval")  # on as many devices as the mesh has
 WITH_TRAINS = ("train", "audit", "prove", "plan")  # commands that take train's settings
@@ -397,8 +458,9 @@ BEFORE = {
     "compute.scan": "--compute.layers scan",
 }
 # flags of a command that others give to train
-OWN = {"plan": {"tokens"}} | {
-    command: {"dtype", "tokenizer"} for command in (*GENERATING, "export")
+OWN = {"plan": {"tokens"}, "export": {"dtype", "tokenizer", "out"}} | {
+    command: {"dtype", "precision", "tokenizer", "out", "outdir", "output"}
+    for command in GENERATING
 }
 STRATEGIES = ("auto", "ring", "allgather", "ulysses")
 SHARED = {*AXES, *MESHES, *RULES, *PIPELINES}  # by all commands
