@@ -58,6 +58,7 @@ class Fault:
     damaged: tuple[int, ...] = ()  # checkpoints that the fault itself destroys
     resume: tuple[str, ...] | None = ()  # settings to resume with; None: nothing to resume
     says: str = ""  # what the message must contain
+    once: bool = False  # one of the processes says it, for all
     signalled: tuple[int, ...] = ()  # how the process that got the signal may end
 
     @property
@@ -470,7 +471,8 @@ for flags in (
             flags = (flags[0], str(store))
         return [command.end() for command in stage.pair(*flags)]
 
-    fault("disagreement", f"{flags[0]} of one process of 2", MISTAKE, says=flags[0])(_disagree)
+    name = f"{flags[0]} of one process of 2"
+    fault("disagreement", name, MISTAKE, says=flags[0], once=True)(_disagree)
 
 # ---- divergence
 
@@ -605,13 +607,15 @@ def tried(fault: Fault, base: Stage, undisturbed: float) -> Result:
         except FaultError as reason:
             return Result(fault, 0.0, str(reason), ("was not injected",), ())
         problems = []
+        everything = "".join(end.output for end in ends)
         for number, end in enumerate(ends):
             codes = fault.signalled if number and fault.signalled else fault.codes
             if end.code not in codes:
                 problems.append(f"exit code {end.code}, expected {' or '.join(map(str, codes))}")
             if end.traceback:
                 problems.append("a traceback was printed")
-            if fault.says not in end.output and not (number and fault.signalled):
+            text = everything if fault.once else end.output
+            if fault.says not in text and not (number and fault.signalled):
                 problems.append(f"the message does not contain {fault.says!r}")
         kept = stage.complete()
         # older ones are deleted by keep-last once newer ones are complete
@@ -622,7 +626,8 @@ def tried(fault: Fault, base: Stage, undisturbed: float) -> Result:
         if fault.resume is not None and not lost:
             problems += _resumed(stage, fault, undisturbed)
         seconds = max(end.seconds for end in ends)
-        message = ends[0].message.replace(str(stage.folder), "…")
+        told = next((end for end in ends if fault.says in end.output), ends[0])
+        message = told.message.replace(str(stage.folder), "…")
         return Result(fault, seconds, message, tuple(problems), lost)
 
 
