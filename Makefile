@@ -18,7 +18,7 @@ help:
 	@echo "make test-all     the slow tests too"
 	@echo "make test-kernels the GPU kernels' tests, and a sample of the others, on the newest jax"
 	@echo "make test-newest  all of the tests that take seconds on the newest jax (Python 3.12 or newer)"
-	@echo "make test-clients the tests with lm-eval, LiteLLM, trackers and the TPU's compiler"
+	@echo "make test-clients the tests with lm-eval, LiteLLM, bitsandbytes, trackers and the TPU's compiler"
 	@echo "make docs         the documentation as a site, build/site/index.html, with every link checked"
 	@echo "make wheel        build a wheel, and train with it on each Python from 3.11 that is here"
 	@echo "make bench        the benchmarks behind benchmarks/RESULTS.md"
@@ -103,7 +103,7 @@ $(CLIENTS)/.installed: pyproject.toml constraints.txt
 
 test-clients: $(CLIENTS)/.installed
 	$(CLIENTS)/bin/pytest tests/evaluate/test_tasks.py tests/serving/server/test_lm_eval.py \
-	  tests/serving/server/test_litellm.py tests/training/run/test_trackers.py \
+	  tests/serving/server/test_litellm.py tests/training/run/test_trackers.py tests/ops/test_nf4.py \
 	  tests/ops/attention/test_tpu_compiler.py tests/training/test_micro_batches_on_tpus.py \
 	  tests/training/test_overlap.py tests/planner/test_tpu_compiler.py
 

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -232,6 +233,49 @@ def test_every_name_that_a_script_imports_exists() -> None:
     """Scripts are seldom run, and what their functions import is not seen before that."""
     stale = {str(file.relative_to(ROOT)): stale_imports(file.read_text()) for file in SCRIPTS if file not in TESTS}  # fmt: skip
     assert {name: imports for name, imports in stale.items() if imports} == {}
+
+
+# ---- packages -----------------------------------------------------------------------------------
+
+
+def packages_of(extra: str) -> set[str]:
+    """The packages that an extra installs, by the names of their imports; also of its extras."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    packages: set[str] = set()
+    for requirement in extras[extra]:
+        name, others = re.match(r"([\w.-]+)(?:\[(.*?)\])?", requirement).groups()  # type: ignore[union-attr]
+        if name == "meshwright":
+            packages |= set.union(*(packages_of(other) for other in others.split(",")))
+        else:
+            packages.add(name.lower().replace("-", "_"))
+    return packages
+
+
+def skipped_without(program: ast.Module) -> set[str]:
+    """The packages without which tests of a file are skipped."""
+    return {
+        call.args[0].value.partition(".")[0]
+        for call in ast.walk(program)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.importorskip"
+        if isinstance(call.args[0], ast.Constant)
+    }
+
+
+def test_what_tests_are_skipped_without_is_installed_by_make_test_or_make_test_clients() -> None:
+    of_test, of_clients = packages_of("dev"), packages_of("clients")
+    run_by_clients = re.search(
+        r"^test-clients:.*?\n\n", (ROOT / "Makefile").read_text(), re.M | re.S
+    )
+    assert run_by_clients is not None
+    for file in TESTS:
+        packages = skipped_without(ast.parse(file.read_text()))
+        if packages <= of_test:
+            continue
+        name = str(file.relative_to(ROOT))
+        assert packages <= of_clients, f"{name} needs {packages - of_clients}, which no extra has"
+        assert name in run_by_clients[0], f"make test-clients leaves out {name}"
 
 
 # ---- signals ------------------------------------------------------------------------------------
