@@ -15,6 +15,7 @@ import meshwright as mw
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import meshwright.torch as mt  # noqa: E402
 from meshwright.torch.checks import check_model  # noqa: E402
 from meshwright.torch.placement import place  # noqa: E402
 from meshwright.torch.styles import styles  # noqa: E402
@@ -255,3 +256,18 @@ def test_a_model_that_recomputes_itself_is_all_gathered(use_reentrant: bool) -> 
     _, split = styles(model, place(model, "dp=1,tp=2", rules), example=torch.ones(2, 6))
     assert not split.layers
     assert "activations are all-gathered around 0, 2" in str(split.note)
+
+
+def test_initial_weights_set_no_seeds_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the seeds of GPUs were set")
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    try:
+        mt.parallelize(model, mt.mesh("dp=1,tp=1", device="cpu"))
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
+        state = torch.get_rng_state()
+        mt.initialize(model, seed=3)
+        assert torch.equal(state, torch.get_rng_state())
+    finally:
+        torch.distributed.destroy_process_group()

@@ -138,7 +138,8 @@ def _initialized(
     twin._parameters = {**module._parameters, **full}
     twin._modules = {}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(zlib.crc32(f"{seed}/{path}".encode()))
+        # not torch.manual_seed, which also sets the seeds of GPUs
+        torch.default_generator.manual_seed(zlib.crc32(f"{seed}/{path}".encode()))
         if hasattr(model, "_init_weights"):
             model._init_weights(twin)
         elif hasattr(twin, "reset_parameters"):
