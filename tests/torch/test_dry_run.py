@@ -15,6 +15,8 @@ import meshwright as mw
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tests.torch.models import tiny  # noqa: E402
+
 import meshwright.torch as mt  # noqa: E402
 from meshwright.torch.checks import check_model  # noqa: E402
 from meshwright.torch.placement import place  # noqa: E402
@@ -72,6 +74,144 @@ def test_rules_give_the_gradients_of_one_process(
     assert found["logits"] < 1e-5
     assert found["gradients"] < 1e-4, found["of"]
     assert len(found["layers"]) == layers
+
+
+class Pair(torch.nn.Module):
+    """Two layers, and a function between them and behind that may know whether it trains."""
+
+    def __init__(self, between: Any, behind: Any = lambda x, training: x) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(6, 12), torch.nn.Linear(12, 6)
+        self.between, self.behind = between, behind
+
+    def forward(self, x: Any) -> Any:
+        h = self.between(self.up(x), self.training)
+        return self.behind(self.down(h), self.training)
+
+
+PAIR_RULES = mw.PathRules([("up/weight", "o i -> o@tp i"), ("up/bias", "o -> o@tp"),
+                           ("down/weight", "o i -> o i@tp"), (".*", ())])  # fmt: skip
+
+
+def split_of(model: Any, rules: Any = PAIR_RULES) -> Any:
+    _, split = styles(model, place(model, "dp=1,tp=2", rules), example=torch.ones(2, 6))
+    return split
+
+
+def centered(x: Any, training: bool) -> Any:
+    return x - x.mean(-1, keepdim=True) if training else x
+
+
+def dropped(x: Any, training: bool) -> Any:
+    return torch.nn.functional.dropout(x, 0.5, training)
+
+
+def unlabelled(x: Any, training: bool) -> Any:
+    if training:
+        raise ValueError("no labels")
+    return x
+
+
+@pytest.mark.parametrize("between", [centered, dropped])
+def test_layers_that_are_right_in_evaluation_alone_are_all_gathered(between: Any) -> None:
+    split = split_of(Pair(between))
+    assert not split.layers
+    needs = "the code between them needs complete activations in training mode, as dropout does"
+    assert split.note == f"activations are all-gathered around down, up: {needs} unless its p is 0"
+    assert split.why_not_train is None
+
+
+def test_a_model_in_evaluation_stays_split_and_is_not_trained() -> None:
+    split = split_of(Pair(centered).eval())
+    assert split.layers == {"up", "down"}
+    assert split.note is None
+    assert split.why_not_train == (
+        "this model was parallelized in evaluation mode, and in training mode the code around "
+        "down, up needs complete activations, as dropout does unless its p is 0; call "
+        "model.train() before parallelize"
+    )
+    split = split_of(Pair(unlabelled).eval())
+    assert split.layers == {"up", "down"}
+    assert "in training mode a dry run failed with ValueError: no labels; call " in str(
+        split.why_not_train
+    )
+    assert str(split_of(Pair(unlabelled)).note).endswith("no labels, in training mode")
+
+
+def test_code_that_is_right_in_training_alone_is_all_gathered() -> None:
+    split = split_of(Pair(lambda x, training: centered(x, not training)))
+    assert not split.layers
+    assert str(split.note).endswith("the code between them needs complete activations")
+
+
+def test_dropout_of_complete_activations_and_of_none_keeps_them_split() -> None:
+    split = split_of(Pair(lambda x, training: x, dropped))
+    assert split.layers == {"up", "down"}
+    assert split.random == {True}
+    no_dropout = torch.nn.functional.dropout
+    split = split_of(Pair(lambda x, training: no_dropout(x, 0.0, training)))
+    assert split.layers == {"up", "down"}
+    assert not split.random
+
+
+def test_a_frozen_part_is_compared_as_it_is() -> None:
+    """Neither all in training nor all in evaluation is wrong: what the two do together is."""
+
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair, self.frozen = Pair(self.between), torch.nn.Identity()
+
+        def between(self, x: Any, training: bool) -> Any:
+            return centered(x, training != self.frozen.training)
+
+        def forward(self, x: Any) -> Any:
+            return self.pair(x)
+
+    model = Parts()
+    assert split_of(model).layers == {"pair.up", "pair.down"}
+    model.frozen.eval()
+    assert not split_of(model).layers
+
+
+def test_a_dry_run_leaves_buffers_and_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the seeds of GPUs were set")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
+    norm = torch.nn.BatchNorm1d(6)
+    model = torch.nn.Sequential(Pair(lambda x, training: x, dropped), norm)
+    state = torch.get_rng_state()
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    assert split_of(model).layers == {"0.up", "0.down"}
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(buffers[name], value) for name, value in model.named_buffers())
+
+
+def test_running_statistics_begin_anew_in_every_run() -> None:
+    """Else evaluation would be compared with other statistics than its own."""
+
+    class Moving(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(1))
+
+        def forward(self, x: Any) -> Any:
+            if self.training:
+                self.mean = self.mean + 1
+            return x + self.mean
+
+    model = torch.nn.Sequential(Pair(lambda x, training: x), Moving())
+    assert split_of(model).layers == {"0.up", "0.down"}
+
+
+def test_gradient_checkpointing_of_transformers_stays_split() -> None:
+    model = tiny("llama", num_hidden_layers=1).train()
+    model.gradient_checkpointing_enable()
+    _, split = styles(model, place(model, "dp=1,tp=2", None))
+    assert split.note is None
+    assert len(split.layers) == 7
+    assert model.model.layers[0].gradient_checkpointing
 
 
 class Reads(torch.nn.Module):
@@ -136,6 +276,13 @@ class Positions(torch.nn.Embedding):
         return super().forward(mask.clamp(max=1).cumsum(-1) - 1)
 
 
+class DroppedLinear(torch.nn.Linear):
+    """Drops inputs, which are complete where the outputs are split."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(torch.nn.functional.dropout(x, 0.5, self.training))
+
+
 class ScaledEmbedding(torch.nn.Embedding):
     def forward(self, tokens: Any) -> Any:
         return super().forward(tokens) * 3
@@ -149,6 +296,8 @@ class ScaledEmbedding(torch.nn.Embedding):
         (SoftmaxLinear, "o i -> o@tp i", False),
         (HalfLinear, "o i -> o@tp i", True),
         (HalfLinear, "o i -> o i@tp", False),
+        (DroppedLinear, "o i -> o@tp i", True),
+        (DroppedLinear, "o i -> o i@tp", False),
         (Positions, "v e -> v@tp e", False),
         (Positions, "v e -> v e@tp", True),
         (ScaledEmbedding, "v e -> v@tp e", True),
@@ -162,7 +311,8 @@ def test_a_layer_with_a_forward_of_its_own_is_split_where_its_parts_are_right(
     rules = mw.PathRules([("weight", rule), *bias, (".*", ())])
     placements = place(model, "dp=1,tp=3", rules)
     if is_right:
-        assert styles(model, placements)
+        _, split = styles(model, placements, example=torch.ones(2, 12))
+        assert (True in split.random) == (kind is DroppedLinear)
         return
     with pytest.raises(
         mw.MeshwrightError, match=rf"'0': the forward of {kind.__name__} (computes|cannot)"

@@ -160,6 +160,16 @@ def explain_mixed_tensors(forward: Callable[..., Any]) -> Callable[..., Any]:
     return explained
 
 
+def refuse_training(model: nn.Module, why: str) -> None:
+    """A sentence where a model is called in training that was split for evaluation."""
+
+    def check(*_: Any) -> None:
+        if any(module.training for module in model.modules()):
+            raise MeshwrightError(why)
+
+    model.register_forward_pre_hook(check)
+
+
 def refuse_generate(what: str) -> Any:
     """A `generate` for a model that is split for training."""
 

@@ -4,6 +4,8 @@ Between a column-parallel layer and the row-parallel layer after it, each rank m
 of the activations alone, if the code between them does the same to a part as to the whole. Neither
 names nor the module tree tell: the code decides. So it runs, on the CPU in float32, once on
 complete activations and once on one rank's part, and both runs are compared, values and gradients.
+Each run is one forward pass in evaluation and one in training, with the same random numbers:
+dropout of a part of the activations is not the part of their dropout, and so needs complete ones.
 Every Linear and Embedding gives random numbers in place of its output: no weight matrix is needed,
 and the run falls apart into what lies between those layers. A layer for which the comparison fails
 all-gathers its output, or splits its input, and is right in any model.
@@ -11,7 +13,6 @@ all-gathers its output, or splits its input, and is right in any model.
 
 import collections
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -22,11 +23,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.errors import MeshwrightError
+from meshwright.torch.dry_copy import DryCopy, as_float
 from meshwright.torch.placement import generic
 
 Call = tuple[str, int]  # the path of a module and the number of its call
 _TOLERANCE = 1e-4  # of the largest value; float32 has seven digits
-_DENSE = 2**20  # elements of a parameter up to which each has a value of its own
+_DROPOUT = "as dropout does unless its p is 0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,9 @@ class SplitActivations:
     `parameters`: whole parameters that are used on split activations, so that the gradient of each
     rank is a part. `blocks`: modules whose input only `readers` read, column-parallel children of
     theirs in `layers`. `problem`: why the model could not run. `note`: what is all-gathered.
+    `not_in_training`: layers for which the comparison holds in evaluation alone, and
+    `training_problem` why training could not run. `random`: in which modes random numbers may be
+    drawn, by whether any module trains.
     """
 
     layers: frozenset[str] = frozenset()
@@ -45,6 +50,21 @@ class SplitActivations:
     readers: frozenset[str] = frozenset()
     problem: str | None = None
     note: str | None = None
+    not_in_training: frozenset[str] = frozenset()
+    training_problem: str | None = None
+    random: frozenset[bool] = frozenset((False, True))
+
+    @property
+    def why_not_train(self) -> str | None:
+        """Why a model that was split so may not be trained, if so."""
+        split = self.not_in_training & self.layers
+        if not split:
+            return None
+        needs = f"the code around {_shown(split)} needs complete activations, {_DROPOUT}"
+        return (
+            "this model was parallelized in evaluation mode, and in training mode "
+            f"{self.training_problem or needs}; call model.train() before parallelize"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +94,33 @@ def split_activations(
     """Compare the parts of the first and of the last of `tp` ranks with the complete run.
 
     `kinds`: how each module that owns parameters is split. The output of `head` is never split.
+    A model in evaluation mode keeps what is right there; training it is refused if more is needed.
     """
+    both = _compare(model, kinds, tp, head, example, in_training=True)
+    layers = {path for path, kind in kinds.items() if kind in ("colwise", "rowwise")} - {head}
+    if both.layers >= layers:
+        return both
+    in_evaluation = _compare(model, kinds, tp, head, example, in_training=False)
+    lost = in_evaluation.layers - both.layers
+    is_trained = any(module.training for module in model.modules())
+    kept, problem = both, both.problem
+    if lost and not is_trained:
+        kept = dataclasses.replace(in_evaluation, training_problem=problem)
+    elif problem and not in_evaluation.problem:
+        kept = dataclasses.replace(both, problem=f"{problem}, in training mode")
+    return dataclasses.replace(kept, not_in_training=lost)
+
+
+def _compare(
+    model: nn.Module,
+    kinds: Mapping[str, str],
+    tp: int,
+    head: str | None,
+    example: Example,
+    in_training: bool,
+) -> SplitActivations:
     try:
-        dry = _DryRun(model, kinds, head, example)
+        dry = _DryRun(model, kinds, head, example, in_training)
         split = dry.closed(dry.candidates)
         while split:
             ranks = (dry.wrong(split, rank, tp) for rank in {0, tp - 1})
@@ -92,17 +136,29 @@ def split_activations(
         return SplitActivations(problem=f"a dry run failed with {type(reason).__name__}: {text}")
     blocks = dry.blocks(split)
     readers = frozenset().union(*blocks.values())
-    return SplitActivations(frozenset(split), dry.partial(split), frozenset(blocks), readers)
+    return SplitActivations(
+        frozenset(split), dry.partial(split), frozenset(blocks), readers, random=dry.random
+    )
 
 
 def all_gather_note(split: SplitActivations, layers: Iterable[str]) -> str | None:
     """Which of the column- and row-parallel layers do not pass parts on, and why."""
-    names = sorted({generic(path) for path in layers if path not in split.layers})
+    names = {path for path in layers if path not in split.layers}
     if not names:
         return None
-    reason = split.problem or "the code between them needs complete activations"
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"activations are all-gathered around {shown}: {reason}"
+    needs = "the code between them needs complete activations"
+    in_training = names & split.not_in_training if split.problem is None else set()
+    reasons = [
+        (names - in_training, split.problem or needs),
+        (in_training, f"{needs} in training mode, {_DROPOUT}"),
+    ]
+    notes = (f"around {_shown(paths)}: {reason}" for paths, reason in reasons if paths)
+    return f"activations are all-gathered {'; '.join(notes)}"
+
+
+def _shown(paths: Iterable[str]) -> str:
+    names = sorted({generic(path) for path in paths})
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def from_first_rank(run: Callable[[], SplitActivations]) -> SplitActivations:
@@ -133,20 +189,28 @@ class _Run:
         self.given: dict[Call, torch.Tensor] = {}  # the very tensors of `inputs`
         self.outputs: dict[Call, torch.Tensor] = {}  # leaves of the autograd graph
         self.calls: collections.Counter[str] = collections.Counter()
+        self.random: set[bool] = set()  # whether any module trains, where numbers were drawn
 
 
 class _DryRun:
     """A copy of a model without weight matrices, and its run on complete activations."""
 
     def __init__(
-        self, model: nn.Module, kinds: Mapping[str, str], head: str | None, example: Example
+        self,
+        model: nn.Module,
+        kinds: Mapping[str, str],
+        head: str | None,
+        example: Example,
+        in_training: bool,
     ) -> None:
         self._kinds = kinds
-        self._example = tree_map_only(torch.Tensor, _as_float, (example.args, example.kwargs))
+        self._example = tree_map_only(torch.Tensor, as_float, (example.args, example.kwargs))
         self._generator = torch.Generator().manual_seed(0)
-        self._model = _without_matrices(model, self._generator)
+        self._copy = DryCopy(model, self._generator, in_training)
+        self._model = self._copy.model
         self._part: tuple[frozenset[str], int, int] = (frozenset(), 0, 1)  # layers, rank, tp
         self._run = _Run()
+        self._is_training, self._seeded = False, torch.empty(0)
         self._full: _Run | None = None
         self._block_inputs: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
         self._marked: dict[str, list[Any]] = collections.defaultdict(list)  # nodes that made those
@@ -156,6 +220,7 @@ class _DryRun:
         parents = {path.rpartition(".")[0] for path, kind in kinds.items() if kind == "colwise"}
         hooks = [self._mark_input(path) for path in sorted(parents)]
         self._full = self._forward()
+        self.random = frozenset(self._full.random)
         for hook in hooks:
             hook.remove()
         self.candidates = {
@@ -307,19 +372,34 @@ class _DryRun:
         }
 
     def _forward(self) -> _Run:
+        """One forward pass in each mode, as one run."""
         self._run = _Run()
-        args, kwargs = tree_map_only(torch.Tensor, self._input, self._example)
+        outputs = []
         default = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float32)
             with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                output = self._model(*args, **kwargs)
+                for is_training in self._copy.modes():
+                    self._is_training = is_training
+                    self._seed()
+                    args, kwargs = tree_map_only(torch.Tensor, self._input, self._example)
+                    outputs.append(self._model(*args, **kwargs))
+                    self._note_random()
         finally:
             torch.set_default_dtype(default)
-        for number, tensor in enumerate(_tensors(output)):
+        for number, tensor in enumerate(_tensors(outputs)):
             self._run.inputs["the output of the model", number] = tensor
         return self._run
+
+    def _seed(self) -> None:
+        """Random numbers begin anew, so that more or fewer of them change no later ones."""
+        generator = torch.default_generator
+        generator.manual_seed(len(self._run.outputs))
+        self._seeded = generator.get_state()
+
+    def _note_random(self) -> None:
+        if not torch.equal(self._seeded, torch.default_generator.get_state()):
+            self._run.random.add(self._is_training)
 
     def _input(self, value: torch.Tensor) -> torch.Tensor:
         return self._give("an input of the model", lambda: value)
@@ -357,6 +437,8 @@ class _DryRun:
                 value = _part_of(value, rank, tp)
         leaf = value.clone().requires_grad_(value.is_floating_point())
         self._run.outputs[call] = leaf
+        self._note_random()
+        self._seed()
         return leaf * 1 if leaf.requires_grad else leaf  # code may write to it in place
 
     def _mark_input(self, path: str) -> Any:
@@ -410,43 +492,6 @@ def with_first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any], change: 
         if is_hidden(kwargs.get(name)):
             return args, {**kwargs, name: change(kwargs[name])}
     raise MeshwrightError("a module that is split over tp got no tensor as its input")
-
-
-def _without_matrices(model: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A copy in float32 on the CPU; large parameters repeat one row, which takes no memory."""
-
-    def values(tensor: torch.Tensor, is_param: bool) -> torch.Tensor:
-        if not is_param and not tensor.is_meta:
-            return _as_float(tensor)
-        if not tensor.is_floating_point():
-            return torch.ones_like(tensor, device="cpu")
-        shape = tensor.shape if tensor.numel() <= _DENSE else (1, *tensor.shape[1:])
-        numbers = torch.rand(shape, dtype=torch.float32, generator=generator, device="cpu")
-        return numbers.expand(tensor.shape)
-
-    memo: dict[int, Any] = {}
-    for param in model.parameters():
-        memo[id(param)] = nn.Parameter(values(param.detach(), True), param.is_floating_point())
-    for buffer in model.buffers():
-        memo[id(buffer)] = values(buffer, False)
-    bare = copy.deepcopy(model, memo).eval()
-    for module in bare.modules():
-        for name, value in list(vars(module).items()):
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                setattr(module, name, values(value, False))
-        config = getattr(module, "config", None)
-        for own in (config, getattr(config, "text_config", None)):
-            if own is not None and hasattr(own, "use_cache"):
-                own.use_cache = False  # caches would give split keys and values to the outside
-    attention = getattr(getattr(bare, "config", None), "_attn_implementation", None)
-    if attention not in (None, "eager", "sdpa"):  # kernels of GPUs
-        bare.set_attn_implementation("sdpa" if bare._supports_sdpa else "eager")
-    return bare
-
-
-def _as_float(tensor: torch.Tensor) -> torch.Tensor:
-    copied = tensor.detach().to("cpu")
-    return copied.float() if copied.is_floating_point() else copied
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -23,6 +23,7 @@ from meshwright.torch.checks import (
     check_sequence,
     explain_mixed_tensors,
     refuse_generate,
+    refuse_training,
 )
 from meshwright.torch.dry_run import SplitActivations
 from meshwright.torch.loss import causal_lm_loss
@@ -95,13 +96,15 @@ def parallelize(
             Face model that takes tokens needs none. Without it, activations are all-gathered after
             every column-parallel layer.
 
+    Give the model in the mode that it will run in: after `model.train()` if it is to be trained.
     A model on the meta device gets its weights with `mw.torch.load_hf` or `mw.torch.initialize`.
     """
     device_mesh = mesh if isinstance(mesh, DeviceMesh) else make_mesh(mesh)
     placements = place(model, device_mesh, rules)
     check_model(model, placements)
     plan, split = styles(model, placements, sequence_parallel, loss_parallel, example)
-    if split.note is not None and rules is not None and dist.get_rank() == 0:
+    is_told = rules is not None or split.not_in_training
+    if split.note is not None and is_told and dist.get_rank() == 0:
         warnings.warn(split.note, stacklevel=2)
     axes = placements.axes
     policy = _policy(mixed_precision)
@@ -114,6 +117,8 @@ def parallelize(
         parallelize_module(model, device_mesh[axes.tensor], plan, src_data_rank=None)
         tie(model, shared)
         use_local_parameters(model, blocks_of(model), plan)
+        if split.why_not_train is not None:
+            refuse_training(model, split.why_not_train)
     blocks = [model.get_submodule(path) for path in blocks_of(model)]
     for block in blocks:
         if activation_checkpointing:

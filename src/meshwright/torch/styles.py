@@ -62,11 +62,12 @@ def styles(
     inputs = example_of(model, example)
 
     def decide() -> SplitActivations:
-        check_own_forward(model, kinds, tp)
+        random = check_own_forward(model, kinds, tp)
         if inputs is None:
             missing = "no input of the model is known; give parallelize(…, example=…)"
             return SplitActivations(problem=missing)
-        return split_activations(model, kinds, tp, head, inputs)
+        split = split_activations(model, kinds, tp, head, inputs)
+        return dataclasses.replace(split, random=split.random | random)
 
     split = from_first_rank(decide)
     blocks = blocks_of(model)
