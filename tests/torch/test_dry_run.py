@@ -33,6 +33,8 @@ def check_trees(found: list[dict[str, Any]], *kept: str) -> None:
     # it would be right, and of no use, to keep nothing split
     for kind in kept:
         assert sum(tree.get(kind, 0) > 0 for tree in found) >= len(found) // 12, kind
+    for kind in ("random", "lost in training", "evaluation only"):
+        assert any(tree.get(kind, 0) for tree in found), kind
 
 
 def test_random_trees_have_the_gradients_of_one_process(on_six: SixProcesses) -> None:
@@ -74,6 +76,30 @@ def test_rules_give_the_gradients_of_one_process(
     assert found["logits"] < 1e-5
     assert found["gradients"] < 1e-4, found["of"]
     assert len(found["layers"]) == layers
+
+
+@pytest.mark.parametrize(("case", "layers"), [("bert", 4), ("opt mlp", 4)])
+def test_dropout_of_published_models_is_that_of_one_process(
+    on_six: SixProcesses, case: str, layers: int
+) -> None:
+    """The attention of BERT drops probabilities, so its heads are all-gathered."""
+    found = on_six[f"dropout {case}"]
+    assert "failed" not in found, found["failed"]
+    assert found["logits"] < 1e-5
+    assert found["gradients"] < 1e-4, found["of"]
+    assert len(found["layers"]) == layers
+
+
+@pytest.mark.parametrize("options", ["", " activation_checkpointing"])
+def test_ranks_of_a_tp_group_drop_the_same_whatever_their_seeds(
+    on_six: SixProcesses, options: str
+) -> None:
+    found = on_six[f"dropout{options}"]
+    assert "failed" not in found, found["failed"]
+    assert found["same as rank 0"] == [True, True, False, False, False, False]  # tp=2
+    assert found["output"] < 1e-12
+    assert found["gradients"] < 1e-9
+    assert found["layers"] == 6
 
 
 class Pair(torch.nn.Module):

@@ -1,5 +1,7 @@
 """Random module trees under random rules, against the same tree in one process.
 
+In training and in evaluation; each rank has a random seed of its own.
+
 `torchrun --nproc-per-node N tree_worker.py OUT TREES` writes one result per tree: what differs, and
 how much of the tree stayed split.
 """
@@ -94,6 +96,10 @@ class Tree(nn.Module):
                 self._add_line(chooser, widths, depth)
         ends = [i for i, width in enumerate(widths) if width == EMBED]
         self.program.append(("add", None, [ends[-1], chooser.choice(ends)]))
+        self.read = {len(self.program)}
+        for i in range(len(self.program), 0, -1):
+            if i in self.read:
+                self.read.update(self.program[i - 1][2])
 
     def _add_pair(self, chooser: random.Random, widths: list[int]) -> None:
         """One or two wide layers, something between, and a narrow one, as in a transformer."""
@@ -103,7 +109,8 @@ class Tree(nn.Module):
         if chooser.random() < 0.5:
             self._append(widths, "multiply", None, [len(widths) - 1, len(widths) - 2 or 1], MLP)
         for _ in range(chooser.randint(0, 2)):
-            between = chooser.choice(["local", "local", "head norm", "number", "any"])
+            between = chooser.choice(["local"] * 4 + ["head norm", "number"] * 2
+                                     + ["any", "any", "by mode", "by mode", "dropout"])  # fmt: skip
             if between == "any":
                 self._add_line(chooser, widths, 2)
             else:
@@ -112,10 +119,16 @@ class Tree(nn.Module):
         if widths[-1] == MLP:
             layer = nn.Linear(MLP, EMBED)
             self._append(widths, "linear", layer, [len(widths) - 1], EMBED)
+            if chooser.random() < 0.3:
+                self._append(widths, "dropout", None, [len(widths) - 1], EMBED)
 
     def _between(self, chooser: random.Random, kind: str) -> tuple[str, Any]:
         if kind == "local":
             return kind, chooser.choice(LOCAL)
+        if kind == "by mode":
+            return kind, _by_mode(chooser)
+        if kind == "dropout":
+            return kind, None
         return kind, HeadNorm() if kind == "head norm" else Scale(1)
 
     def _append(
@@ -135,7 +148,7 @@ class Tree(nn.Module):
         width, own, sources = widths[source], None, [source]
         kind = chooser.choice(["linear"] * 3 + ["norm"] * 2 + ["head norm", "scale", "number"]
                               + ["local", "function", "function", "add", "add", "multiply"]
-                              + ["in place", "tree", "again"])  # fmt: skip
+                              + ["in place", "tree", "again", "dropout", "by mode"])  # fmt: skip
         if kind == "linear":
             out = chooser.choice([EMBED, MLP])
             own = nn.Linear(width, out, bias=chooser.random() < 0.7)
@@ -149,6 +162,10 @@ class Tree(nn.Module):
             own = Scale(width if kind == "scale" else 1)
         elif kind in ("local", "function"):
             own = chooser.choice(LOCAL if kind == "local" else sorted(FUNCTIONS))
+        elif kind == "by mode":
+            own = _by_mode(chooser)
+        elif kind == "dropout":
+            pass
         elif kind in ("add", "multiply", "in place"):
             alike = [i for i, other in enumerate(widths) if other == width and i != source]
             if not alike:
@@ -176,6 +193,12 @@ class Tree(nn.Module):
                 values.append(self.get_submodule(name)(taken[0]))
             elif kind in ("local", "function"):
                 values.append(FUNCTIONS[name](taken[0]))
+            elif kind == "by mode":
+                values.append(FUNCTIONS[name[self.training]](taken[0]))
+            elif kind == "dropout":
+                # what nothing reads draws no numbers: no comparison sees whether it is split
+                is_read = len(values) in self.read
+                values.append(nn.functional.dropout(taken[0], 0.5, self.training and is_read))
             elif kind == "multiply":
                 values.append(taken[0] * taken[1])
             elif kind == "in place":
@@ -183,6 +206,13 @@ class Tree(nn.Module):
             else:
                 values.append(taken[0] + taken[1])
         return values[-1]
+
+
+def _by_mode(chooser: random.Random) -> list[str]:
+    """What to do in evaluation and in training; mostly one of the two is right on a part."""
+    if chooser.random() < 0.3:
+        return chooser.sample(LOCAL, 2)
+    return chooser.sample([chooser.choice(LOCAL), chooser.choice(sorted(FUNCTIONS))], 2)
 
 
 def _width(module: nn.Module) -> int | None:
@@ -230,30 +260,57 @@ def compared(seed: int, mesh: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"seed": seed, "wrong": []}
     if not list(plain.parameters()):
         return found
+    model.train(seed % 3 != 2)
     try:
         mt.parallelize(model, mesh, rules, example=example)
     except mw.MeshwrightError as refused:
         return found | {"refused": str(refused)}
+    split = parallelized(model).split
+    found |= {"layers": len(split.layers), "parameters": len(split.parameters)}
+    found |= {"blocks": len(split.blocks), "random": len(split.random)}
+    found |= {"evaluation only": split.why_not_train is not None}
+    found |= {"lost in training": len(split.not_in_training - split.layers)}
+    for is_training in (False, True):
+        plain.train(is_training)
+        model.train(is_training)
+        try:
+            found["wrong"] += differences(plain, model, mesh, data, weights)
+        except mw.MeshwrightError as refused:
+            if not is_training or str(refused) != split.why_not_train:
+                raise
+        else:
+            if is_training and split.why_not_train is not None:
+                found["wrong"].append(["training was not refused"])
+    return found
+
+
+def differences(
+    plain: nn.Module, model: nn.Module, mesh: Any, data: torch.Tensor, weights: torch.Tensor
+) -> list[Any]:
+    """Where loss and gradients differ; every rank has a seed of its own."""
     losses = []
-    for own in (plain, model):
+    first = dist.get_rank() - mesh.get_local_rank("tp")
+    for own, seed in ((plain, first), (model, dist.get_rank())):
+        own.zero_grad()
+        torch.manual_seed(seed)
         loss = (own(data) * weights).sum()
         if loss.requires_grad:
             loss.backward()
         losses.append(loss.item())
-    split = parallelized(model).split
-    found |= {"layers": len(split.layers), "parameters": len(split.parameters)}
-    found |= {"blocks": len(split.blocks), "scale": abs(losses[0])}
+    wrong: list[Any] = []
     if abs(losses[0] - losses[1]) > 1e-9 * max(1.0, abs(losses[0])):
-        found["wrong"].append(["loss", *losses])
+        wrong.append(["loss", plain.training, *losses])
     wanted = dict(plain.named_parameters())
     for name, param in model.named_parameters():
         one, other = wanted[name].grad, None if param.grad is None else param.grad.full_tensor()
         one = torch.zeros_like(wanted[name]) if one is None else one
+        if mesh.size() > mesh["tp"].size():
+            dist.all_reduce(one.div_(mesh.size()))  # data ranks have random numbers of their own
         other = torch.zeros_like(one) if other is None else other
         difference = (one - other).abs().max().item()
         if difference > 1e-9 * max(1.0, one.abs().max().item()):
-            found["wrong"].append([name, difference, one.abs().max().item()])
-    return found
+            wrong.append([name, plain.training, difference, one.abs().max().item()])
+    return wrong
 
 
 def main() -> None:

@@ -79,8 +79,12 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["full disk"] = lambda: backend_cases.full_disk(shared_folder())
     for name, case in RULES.items():
         found[f"rules {name}"] = lambda c=case: by_rules(*c)
+    for name in ("bert", "opt mlp"):
+        found[f"dropout {name}"] = lambda c=RULES[name]: by_rules(*c, is_training=True)
+    for options in ({}, {"activation_checkpointing": True}):
+        found[f"dropout{' '.join(['', *options])}"] = lambda o=options: dropout(**o)
     found["random trees"] = lambda: [
-        tree_worker.compared(seed, mt.mesh("dp=2,tp=3", device="cpu")) for seed in range(12)
+        tree_worker.compared(seed, mt.mesh("dp=2,tp=3", device="cpu")) for seed in (*range(12), 17)
     ]
     for kind in BY_TRANSFORMERS:
         found[f"train by command {kind}"] = lambda k=kind: backend_cases.of_transformers(
@@ -423,7 +427,9 @@ RULES: dict[str, tuple[str, str, str, list[tuple[str, Any]]]] = {
 }  # fmt: skip
 
 
-def by_rules(kind: str, head: str, text: str, rules: list[tuple[str, Any]]) -> dict[str, Any]:
+def by_rules(
+    kind: str, head: str, text: str, rules: list[tuple[str, Any]], is_training: bool = False
+) -> dict[str, Any]:
     """Logits and gradients of an architecture that is split by rules."""
     import transformers
 
@@ -440,18 +446,29 @@ def by_rules(kind: str, head: str, text: str, rules: list[tuple[str, Any]]) -> d
         return getattr(transformers, f"AutoModelFor{head}").from_config(config).double()
 
     given = mw.PathRules([*rules, (".*", ())]) if rules else None
-    return against_plain(make, text, given)
+    return against_plain(make, text, given, is_training)
 
 
-def against_plain(make: Callable[[], Any], text: str, rules: Any = None) -> dict[str, Any]:
-    """The largest differences of logits and gradients between a mesh and one process."""
-    plain, model = (make().eval() for _ in range(2))
-    mt.parallelize(model, mt.mesh(text, device="cpu"), rules)
+def against_plain(
+    make: Callable[[], Any], text: str, rules: Any = None, is_training: bool = False
+) -> dict[str, Any]:
+    """The largest differences of logits and gradients between a mesh and one process.
+
+    In training the ranks have random seeds of their own, but one for each data rank in effect.
+    """
+    plain, model = (make().train(is_training) for _ in range(2))
+    mesh = mt.mesh(text, device="cpu")
+    mt.parallelize(model, mesh, rules)
     tokens = batches(1, 2)[0]
+    torch.manual_seed(dist.get_rank() - mesh.get_local_rank("tp"))
     wanted = plain(input_ids=tokens).logits
+    torch.manual_seed(dist.get_rank())
     logits = model(input_ids=tokens).logits
     wanted.square().sum().backward()
     logits.square().sum().backward()
+    for param in plain.parameters():
+        if is_training and param.grad is not None:
+            dist.all_reduce(param.grad.div_(mesh.size()))
     # some are 0 but for rounding: the bias of keys changes no attention
     largest = max(p.grad.abs().max().item() for p in plain.parameters() if p.grad is not None)
     errors = {}
@@ -469,6 +486,58 @@ def against_plain(make: Callable[[], Any], text: str, rules: Any = None) -> dict
         "of": max(errors, key=lambda name: errors[name]),
         "split": len(split) / max(len(inside), 1),
         "layers": sorted(parallelized(model).split.layers),
+    }
+
+
+class _Dropped(torch.nn.Module):
+    """Dropout of complete activations, in three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(_DroppedBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.dropout(x, 0.2, self.training)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class _DroppedBlock(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = torch.nn.Linear(8, 24), torch.nn.Linear(24, 8)
+        self.dropout = torch.nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.fc2(self.fc1(x).relu()))
+
+
+def dropout(**options: Any) -> dict[str, Any]:
+    """What is dropped on ranks with seeds of their own, and the gradients of one process."""
+    mesh = mt.mesh("dp=3,tp=2", device="cpu")
+    plain, model = _Dropped().double(), _Dropped().double()
+    x = torch.ones(4, 8, dtype=torch.float64)
+    given = mw.PathRules([*MLP_RULES, (".*", ())])
+    mt.parallelize(model, mesh, given, example=x, **options)
+    torch.manual_seed(dist.get_rank() - mesh.get_local_rank("tp"))
+    wanted = plain(x)
+    torch.manual_seed(dist.get_rank())
+    output = model(x)
+    outputs = [torch.empty_like(output) for _ in range(RANKS)]
+    dist.all_gather(outputs, output.detach())
+    wanted.square().sum().backward()
+    output.square().sum().backward()
+    worst = 0.0
+    for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+        dist.all_reduce(one.grad.div_(RANKS))
+        worst = max(worst, (other.grad.full_tensor() - one.grad).abs().max().item())
+    return {
+        "output": (output - wanted).abs().max().item(),
+        "gradients": worst,
+        "layers": len(parallelized(model).split.layers),
+        "same as rank 0": [torch.equal(outputs[0], other) for other in outputs],
     }
 
 

@@ -29,6 +29,7 @@ from meshwright.torch.dry_run import SplitActivations
 from meshwright.torch.loss import causal_lm_loss
 from meshwright.torch.mesh import mesh as make_mesh
 from meshwright.torch.placement import Placements, Slices, place, tied
+from meshwright.torch.random_state import share_random_state
 from meshwright.torch.styles import blocks_of, styles, use_local_parameters
 
 _PARALLELIZED = "_meshwright"
@@ -117,6 +118,7 @@ def parallelize(
         parallelize_module(model, device_mesh[axes.tensor], plan, src_data_rank=None)
         tie(model, shared)
         use_local_parameters(model, blocks_of(model), plan)
+        share_random_state(model, split.random, device_mesh[axes.tensor])
         if split.why_not_train is not None:
             refuse_training(model, split.why_not_train)
     blocks = [model.get_submodule(path) for path in blocks_of(model)]
