@@ -14,20 +14,17 @@ all-gathers its output, or splits its input, and is right in any model.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshwright.errors import MeshwrightError
-from meshwright.torch.dry_copy import DryCopy, as_float
+from meshwright.torch.dry_pass import Cut, DryPasses, Example, reached, with_first_tensor
 from meshwright.torch.placement import generic
 
-Call = tuple[str, int]  # the path of a module and the number of its call
-_TOLERANCE = 1e-4  # of the largest value; float32 has seven digits
 _DROPOUT = "as dropout does unless its p is 0"
 
 
@@ -65,27 +62,6 @@ class SplitActivations:
             "this model was parallelized in evaluation mode, and in training mode "
             f"{self.training_problem or needs}; call model.train() before parallelize"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """The arguments of a forward pass."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def example_of(model: nn.Module, given: Any = None) -> Example | None:
-    """What to run a model on: the given arguments, or a few tokens for a Hugging Face model."""
-    if isinstance(given, Mapping):
-        return Example(kwargs=dict(given))
-    if given is not None:
-        return Example(given if isinstance(given, tuple) else (given,))
-    if getattr(model, "main_input_name", None) != "input_ids" or not hasattr(model, "dummy_inputs"):
-        return None
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    size = getattr(embedding, "num_embeddings", 2)
-    return Example(kwargs={name: ids % size for name, ids in model.dummy_inputs.items()})
 
 
 def split_activations(
@@ -137,7 +113,11 @@ def _compare(
     blocks = dry.blocks(split)
     readers = frozenset().union(*blocks.values())
     return SplitActivations(
-        frozenset(split), dry.partial(split), frozenset(blocks), readers, random=dry.random
+        frozenset(split),
+        dry.partial(split),
+        frozenset(blocks),
+        readers,
+        random=frozenset(dry.complete.random),
     )
 
 
@@ -177,23 +157,8 @@ def from_first_rank(run: Callable[[], SplitActivations]) -> SplitActivations:
     return answer[0]
 
 
-class _MismatchError(Exception):
-    """A run on a part calls other layers, or gives them other shapes."""
-
-
-class _Run:
-    """What the layers got and gave in one forward pass."""
-
-    def __init__(self) -> None:
-        self.inputs: dict[Call, torch.Tensor] = {}  # copies: code may write to them later
-        self.given: dict[Call, torch.Tensor] = {}  # the very tensors of `inputs`
-        self.outputs: dict[Call, torch.Tensor] = {}  # leaves of the autograd graph
-        self.calls: collections.Counter[str] = collections.Counter()
-        self.random: set[bool] = set()  # whether any module trains, where numbers were drawn
-
-
-class _DryRun:
-    """A copy of a model without weight matrices, and its run on complete activations."""
+class _DryRun(DryPasses):
+    """Which of the layers can pass on parts of the activations."""
 
     def __init__(
         self,
@@ -203,48 +168,30 @@ class _DryRun:
         example: Example,
         in_training: bool,
     ) -> None:
+        super().__init__(model, example, in_training)
         self._kinds = kinds
-        self._example = tree_map_only(torch.Tensor, as_float, (example.args, example.kwargs))
-        self._generator = torch.Generator().manual_seed(0)
-        self._copy = DryCopy(model, self._generator, in_training)
-        self._model = self._copy.model
-        self._part: tuple[frozenset[str], int, int] = (frozenset(), 0, 1)  # layers, rank, tp
-        self._run = _Run()
-        self._is_training, self._seeded = False, torch.empty(0)
-        self._full: _Run | None = None
         self._block_inputs: dict[str, list[torch.Tensor]] = collections.defaultdict(list)
         self._marked: dict[str, list[Any]] = collections.defaultdict(list)  # nodes that made those
-        for path, module in self._model.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.forward = self._layer(path, module)
         parents = {path.rpartition(".")[0] for path, kind in kinds.items() if kind == "colwise"}
         hooks = [self._mark_input(path) for path in sorted(parents)]
-        self._full = self._forward()
-        self.random = frozenset(self._full.random)
+        self.run_complete()
         for hook in hooks:
             hook.remove()
         self.candidates = {
             path
-            for path, _ in self._full.inputs
+            for path, _ in self.complete.inputs
             if kinds.get(path) in ("colwise", "rowwise") and path != head
         }
-        self._cotangents = {
-            call: self._random(site.shape)
-            for call, site in self._full.inputs.items()
-            if site.requires_grad
-        }
-        self._params = dict(self._model.named_parameters())
-        self._leaves = [*self._full.outputs.values(), *self._params.values()]
-        bits = {id(leaf): 1 << i for i, leaf in enumerate(self._leaves)}
+        bits = self.bits
         self._marks = {path: 1 << (len(bits) + i) for i, path in enumerate(self._block_inputs)}
         marks = {node: self._marks[path] for path, nodes in self._marked.items() for node in nodes}
         known: dict[Any, int] = {}
         self._reach: dict[str, int] = collections.defaultdict(int)
-        for (path, _), site in self._full.inputs.items():
-            self._reach[path] |= _reached(site, bits, marks, known)
-        self._param_bits = {name: bits[id(param)] for name, param in self._params.items()}
+        for (path, _), site in self.complete.inputs.items():
+            self._reach[path] |= reached(site, bits, marks, known)
+        self._param_bits = {name: bits[id(param)] for name, param in self.params.items()}
         self._output_bits: dict[str, int] = collections.defaultdict(int)
-        for (path, _), leaf in self._full.outputs.items():
+        for (path, _), leaf in self.complete.outputs.items():
             self._output_bits[path] |= bits[id(leaf)]
         self._check_weights()
 
@@ -277,7 +224,6 @@ class _DryRun:
 
         It goes nowhere else, and the children get nothing else.
         """
-        assert self._full is not None
         found = {}
         for block, inputs in self._block_inputs.items():
             readers = {
@@ -289,7 +235,7 @@ class _DryRun:
                 and path.rpartition(".")[0] == block
                 and all(
                     id(tensor) in own
-                    for (other, _), tensor in self._full.given.items()
+                    for (other, _), tensor in self.complete.given.items()
                     if other == path
                 )
                 for path in readers
@@ -299,147 +245,32 @@ class _DryRun:
 
     def wrong(self, split: set[str], rank: int, tp: int) -> set[str]:
         """The layers of `split` for which a rank's run is not its part of the complete run."""
-        assert self._full is not None
         rows = {path for path in split if self._kinds[path] == "rowwise"}
-        self._part = (frozenset(split), rank, tp)
+        cut = Cut(frozenset(rows), frozenset(split - rows), -1, rank, tp)
         try:
-            run = self._forward()
+            run = self.run_part(cut)
         except Exception:  # the code does not run on a part: whatever it raises
             return self._open(split, rows) or split
-        if run.inputs.keys() != self._full.inputs.keys():
+        if run.inputs.keys() != self.complete.inputs.keys():
             return split
-        wrong = set()
-        for call, site in self._full.inputs.items():
-            is_part = call[0] in rows
-            wanted = _part_of(site, rank, tp) if is_part else site
-            if not _same(run.inputs[call], wanted):
-                if not is_part:
-                    return split
-                wrong.add(call[0])
-        if wrong:
-            return wrong
-        for of_rows in (False, True):
-            full = self._gradients(self._full, rows, of_rows, rank, tp, complete=True)
-            part = self._gradients(run, rows, of_rows, rank, tp, complete=False)
-            for call, wanted in full.items():
-                path = call[0]
-                is_part = path in split - rows
-                if is_part and wanted is not None:
-                    wanted = _part_of(wanted, rank, tp)
-                if not _same(part[call], wanted):
-                    wrong |= {path} if is_part else split
-        return wrong
-
-    def _gradients(
-        self, run: _Run, rows: set[str], of_rows: bool, rank: int, tp: int, complete: bool
-    ) -> dict[Call, torch.Tensor | None]:
-        """Of what the inputs of rows, or of all others, weigh: by outputs and parameters.
-
-        The part of a parameter's gradient that comes from one rank's part is that of the complete
-        run with all other parts of the cotangents at zero.
-        """
-        total = torch.zeros(())
-        for call, cotangent in self._cotangents.items():
-            if (call[0] in rows) != of_rows:
-                continue
-            site = run.inputs[call]
-            if of_rows and complete:
-                site = _part_of(site, rank, tp)
-            if of_rows:
-                cotangent = _part_of(cotangent, rank, tp)
-            total = total + (site * cotangent).sum()
-        named = run.outputs | {(name, -1): param for name, param in self._params.items()}
-        leaves = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
-        if not total.requires_grad:
-            return dict.fromkeys(leaves)
-        gradients = torch.autograd.grad(
-            total, list(leaves.values()), retain_graph=True, allow_unused=True
-        )
-        return dict(zip(leaves, gradients, strict=True))
+        if wrong := self.differing_inputs(run, cut):
+            return wrong if wrong <= cut.takes else split
+        wrong = self.differing_gradients(run, cut)
+        return wrong if wrong <= cut.gives else split
 
     def _open(self, split: set[str], rows: set[str]) -> set[str]:
         """Column-parallel layers that were called, and not yet all rows that they go to."""
-        assert self._full is not None
-        called = self._run.calls
+        called = self.run.calls
         return {
             path
             for path in split - rows
             if called[path]
             and any(
-                self._reach[row] & self._output_bits[path] and called[row] < self._full.calls[row]
+                self._reach[row] & self._output_bits[path]
+                and called[row] < self.complete.calls[row]
                 for row in rows
             )
         }
-
-    def _forward(self) -> _Run:
-        """One forward pass in each mode, as one run."""
-        self._run = _Run()
-        outputs = []
-        default = torch.get_default_dtype()
-        try:
-            torch.set_default_dtype(torch.float32)
-            with torch.device("cpu"), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-                for is_training in self._copy.modes():
-                    self._is_training = is_training
-                    self._seed()
-                    args, kwargs = tree_map_only(torch.Tensor, self._input, self._example)
-                    outputs.append(self._model(*args, **kwargs))
-                    self._note_random()
-        finally:
-            torch.set_default_dtype(default)
-        for number, tensor in enumerate(_tensors(outputs)):
-            self._run.inputs["the output of the model", number] = tensor
-        return self._run
-
-    def _seed(self) -> None:
-        """Random numbers begin anew, so that more or fewer of them change no later ones."""
-        generator = torch.default_generator
-        generator.manual_seed(len(self._run.outputs))
-        self._seeded = generator.get_state()
-
-    def _note_random(self) -> None:
-        if not torch.equal(self._seeded, torch.default_generator.get_state()):
-            self._run.random.add(self._is_training)
-
-    def _input(self, value: torch.Tensor) -> torch.Tensor:
-        return self._give("an input of the model", lambda: value)
-
-    def _layer(self, path: str, module: Any) -> Callable[..., torch.Tensor]:
-        width = module.out_features if isinstance(module, nn.Linear) else module.embedding_dim
-
-        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-            tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            if not tensors:
-                raise TypeError(f"{path!r} got no tensor")
-            value = tensors[0]
-            shape = value.shape[:-1] if isinstance(module, nn.Linear) else value.shape
-            call = (path, self._run.calls[path])
-            self._run.inputs[call], self._run.given[call] = value * 1, value
-            given = self._give(path, lambda: self._random((*shape, width)))
-            if given.shape[:-1] != shape:
-                raise _MismatchError(path)
-            return given
-
-        return forward
-
-    def _give(self, path: str, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The output of a call: made in the complete run, its part or itself in any other."""
-        call = (path, self._run.calls[path])
-        self._run.calls[path] += 1
-        if self._full is None:
-            value = make()
-        else:
-            if call not in self._full.outputs:
-                raise _MismatchError(f"{path!r} is called again, as by torch.utils.checkpoint")
-            value = self._full.outputs[call].detach()
-            split, rank, tp = self._part
-            if path in split and self._kinds[path] == "colwise":
-                value = _part_of(value, rank, tp)
-        leaf = value.clone().requires_grad_(value.is_floating_point())
-        self._run.outputs[call] = leaf
-        self._note_random()
-        self._seed()
-        return leaf * 1 if leaf.requires_grad else leaf  # code may write to it in place
 
     def _mark_input(self, path: str) -> Any:
         def mark(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -454,10 +285,7 @@ class _DryRun:
                 return with_first_tensor(args, kwargs, marked)
             return args, kwargs
 
-        return self._model.get_submodule(path).register_forward_pre_hook(mark, with_kwargs=True)
-
-    def _random(self, shape: Any) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float32, generator=self._generator, device="cpu")
+        return self.model.get_submodule(path).register_forward_pre_hook(mark, with_kwargs=True)
 
     def _check_weights(self) -> None:
         """A split weight is used by its own layer only, which has the part that belongs to it."""
@@ -467,7 +295,7 @@ class _DryRun:
             if bit & reached and self._kinds.get(module, "whole") != "whole":
                 raise MeshwrightError(
                     f"parameter {name!r} is split over tp, and code outside of its "
-                    f"{type(self._model.get_submodule(module)).__name__} reads it, which would get "
+                    f"{type(self.model.get_submodule(module)).__name__} reads it, which would get "
                     "a part; give it a rule that keeps it whole over tp"
                 )
 
@@ -477,67 +305,3 @@ def _union(bits: Mapping[str, int], paths: Iterable[str] | None = None) -> int:
     for path in bits if paths is None else paths:
         found |= bits[path]
     return found
-
-
-def with_first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any], change: Any) -> Any:
-    """The arguments with their first tensor of floating point changed."""
-
-    def is_hidden(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-    for i, value in enumerate(args):
-        if is_hidden(value):
-            return (*args[:i], change(value), *args[i + 1 :]), kwargs
-    for name in ("hidden_states", *kwargs):
-        if is_hidden(kwargs.get(name)):
-            return args, {**kwargs, name: change(kwargs[name])}
-    raise MeshwrightError("a module that is split over tp got no tensor as its input")
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a model's output, also of dataclasses and other objects in it."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__"):
-            yield from _tensors(list(vars(leaf).values()))
-
-
-def _part_of(tensor: torch.Tensor, rank: int, tp: int) -> torch.Tensor:
-    """A rank's part of the last dim."""
-    return tensor.chunk(tp, -1)[rank]
-
-
-def _same(tensor: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
-    if tensor is None or wanted is None:
-        other = wanted if tensor is None else tensor
-        return other is None or not bool(other.count_nonzero())
-    if tensor.shape != wanted.shape or tensor.dtype != wanted.dtype:
-        return False
-    if not wanted.is_floating_point() or not wanted.numel():
-        return torch.equal(tensor, wanted)
-    finite = wanted.detach().nan_to_num(posinf=0.0, neginf=0.0)
-    limit = _TOLERANCE * finite.abs().max().item()
-    return torch.allclose(tensor, wanted, rtol=0.0, atol=limit, equal_nan=True)
-
-
-def _reached(
-    tensor: torch.Tensor, bits: Mapping[int, int], marks: Mapping[Any, int], known: dict[Any, int]
-) -> int:
-    """The leaves, as bits, and the marked nodes that a tensor was computed from."""
-    if tensor.grad_fn is None:
-        return bits.get(id(tensor), 0)
-    stack = [tensor.grad_fn]
-    while stack:
-        node = stack[-1]
-        before = [one for one, _ in node.next_functions if one is not None]
-        waiting = [one for one in before if one not in known]
-        if waiting and node not in known:
-            stack.extend(waiting)
-            continue
-        stack.pop()
-        own = bits.get(id(getattr(node, "variable", None)), 0) | marks.get(node, 0)
-        for one in before:
-            own |= known[one]
-        known[node] = own
-    return known[tensor.grad_fn]

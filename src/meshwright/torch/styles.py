@@ -28,13 +28,12 @@ from meshwright.torch.collectives import (
     share,
     slice_of_rank,
 )
+from meshwright.torch.dry_pass import example_of, with_first_tensor
 from meshwright.torch.dry_run import (
     SplitActivations,
     all_gather_note,
-    example_of,
     from_first_rank,
     split_activations,
-    with_first_tensor,
 )
 from meshwright.torch.lora import A, B
 from meshwright.torch.own_forward import check_own_forward
