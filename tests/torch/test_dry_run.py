@@ -39,6 +39,16 @@ def check_trees(found: list[dict[str, Any]], *kept: str) -> None:
 
 def test_random_trees_have_the_gradients_of_one_process(on_six: SixProcesses) -> None:
     check_trees(on_six["random trees"], "layers", "parameters")
+    check_decoders(on_six["random decoders"])
+
+
+def check_decoders(found: list[dict[str, Any]]) -> None:
+    wrong = [decoder for decoder in found if decoder["wrong"]]
+    assert not wrong, wrong[:3]
+    refused = [decoder for decoder in found if "refused" in decoder]
+    assert 0 < len(refused) < len(found) / 2
+    assert all(decoder["refused"].startswith("sequence_parallel=True: ") for decoder in refused)
+    assert any(decoder.get("evaluation only") for decoder in found)
 
 
 @pytest.mark.slow
@@ -52,8 +62,9 @@ def test_many_random_trees_have_the_gradients_of_one_process(tp: int, tmp_path: 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "out.json").read_text())
-    assert len(found) == TREES
-    check_trees(found, "layers", "parameters", "blocks")
+    assert len(found["trees"]) == len(found["decoders"]) == TREES
+    check_trees(found["trees"], "layers", "parameters", "blocks")
+    check_decoders(found["decoders"])
 
 
 @pytest.mark.parametrize(
@@ -238,6 +249,97 @@ def test_gradient_checkpointing_of_transformers_stays_split() -> None:
     assert split.note is None
     assert len(split.layers) == 7
     assert model.model.layers[0].gradient_checkpointing
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, before: Any) -> None:
+        super().__init__()
+        self.before, self.norm = before, torch.nn.LayerNorm(6)
+        self.mlp = Pair(lambda x, training: x)
+
+    def forward(self, x: Any) -> Any:
+        x = self.before(x, self.training)
+        return x + self.mlp(self.norm(x))
+
+
+class Decoder(torch.nn.Module):
+    """The least that sequence parallelism splits, with a function before each MLP."""
+
+    def __init__(self, before: Any, first_norm: Any = None) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(8, 6), torch.nn.Linear(6, 8, bias=False)
+        self.layers = torch.nn.ModuleList(Layer(before) for _ in range(2))
+        self.norm = torch.nn.LayerNorm(6)
+        self.first_norm = self.norm if first_norm is None else first_norm
+
+    def get_input_embeddings(self) -> Any:
+        return self.embed
+
+    def get_output_embeddings(self) -> Any:
+        return self.head
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.first_norm(self.embed(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def sequence_parallel(model: Any, length: int = 4) -> Any:
+    """Styles and split activations under sequence parallelism over tp=2."""
+    rules = mw.PathRules([("head", "v e -> v@tp e"),
+                          ("up/weight", "o i -> o@tp i"), ("up/bias", "o -> o@tp"),
+                          ("down/weight", "o i -> o i@tp"), (".*", ())])  # fmt: skip
+    tokens = torch.ones(2, length, dtype=torch.int64)
+    return styles(model, place(model, "dp=1,tp=2", rules), sequence_parallel=True, example=tokens)
+
+
+def summed(x: Any, training: bool) -> Any:
+    return x + x.cumsum(1)
+
+
+def numbered(x: Any, training: bool) -> Any:
+    return x * torch.arange(x.shape[1]).view(1, -1, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "mode"),
+    [
+        (summed, ""),
+        (numbered, ""),
+        (lambda x, training: x * 2 if training else summed(x, training), ""),
+        (dropped, " in training mode, as dropout does unless its p is 0"),
+    ],
+)
+def test_sequence_parallelism_is_refused_where_code_needs_the_sequence(
+    before: Any, mode: str
+) -> None:
+    with pytest.raises(mw.MeshwrightError) as refused:
+        sequence_parallel(Decoder(before, torch.nn.LayerNorm(6)))
+    where = "sequence_parallel=True: the code around layers.{}.mlp needs the complete sequence"
+    wanted = [
+        f"{where.format(i)}{mode}; leave sequence_parallel out for this model" for i in (0, 1)
+    ]
+    assert str(refused.value) in wanted
+    if mode:
+        _, split = sequence_parallel(Decoder(before, torch.nn.LayerNorm(6)).eval())
+        assert "leave sequence_parallel out to train this model" in str(split.why_not_train)
+
+
+def test_norms_before_the_first_block_have_complete_gradients() -> None:
+    plan, split = sequence_parallel(Decoder(lambda x, training: x, torch.nn.LayerNorm(6)))
+    assert plan["first_norm"].partial == set()
+    assert plan["norm"].partial == plan["layers.1.norm"].partial == {"weight", "bias"}
+    assert split.why_not_train is None
+    with pytest.raises(
+        mw.MeshwrightError, match=r"norm\.bias is used on the complete sequence and"
+    ):
+        sequence_parallel(Decoder(lambda x, training: x))
+
+
+def test_an_example_that_tp_does_not_divide_is_refused_with_sequence_parallelism() -> None:
+    with pytest.raises(mw.MeshwrightError, match="sequence length 3 is not divisible by tp=2"):
+        sequence_parallel(Decoder(lambda x, training: x, torch.nn.LayerNorm(6)), length=3)
 
 
 class Reads(torch.nn.Module):

@@ -1,9 +1,9 @@
-"""Random module trees under random rules, against the same tree in one process.
+"""Random module trees under random rules, and random decoders, against the same in one process.
 
 In training and in evaluation; each rank has a random seed of its own.
 
-`torchrun --nproc-per-node N tree_worker.py OUT TREES` writes one result per tree: what differs, and
-how much of the tree stayed split.
+`torchrun --nproc-per-node N tree_worker.py OUT TREES` writes one result per tree and decoder: what
+differs, and how much stayed split.
 """
 
 import json
@@ -80,6 +80,7 @@ FUNCTIONS = {
     "in place": add_in_place,
 }
 LOCAL = ("gelu", "heads", "in place")  # right on a part
+ON_TOKENS = ("gelu", "softmax", "center", "sum", "gate", "in place")  # right on part of the tokens
 
 
 class Tree(nn.Module):
@@ -208,6 +209,101 @@ class Tree(nn.Module):
         return values[-1]
 
 
+class Function(nn.Module):
+    """One of FUNCTIONS in each mode, or dropout in training."""
+
+    def __init__(self, names: list[str] | None) -> None:
+        super().__init__()
+        self.names = names
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.names is None:
+            return nn.functional.dropout(x, 0.5, self.training)
+        return FUNCTIONS[self.names[self.training]](x)
+
+
+class Residual(nn.Module):
+    """A function between blocks, and what an MLP between two others adds."""
+
+    def __init__(self, between: nn.Module, inside: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.between, self.norm = between, norm
+        up, down = nn.Linear(EMBED, MLP), nn.Linear(MLP, EMBED)
+        self.mlp = nn.Sequential(up, inside, down)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.between(x)
+        return x + self.mlp(self.norm(x))
+
+
+class Decoder(nn.Module):
+    """Residual blocks between an embedding and an LM head, as sequence parallelism needs them."""
+
+    def __init__(self, chooser: random.Random) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(18, EMBED), nn.Linear(EMBED, 18, bias=False)
+        self.blocks = nn.ModuleList(
+            Residual(
+                self._function(chooser, "on tokens", 0.8),
+                self._function(chooser, "local", 0.9),
+                chooser.choice([nn.LayerNorm, nn.RMSNorm])(EMBED),
+            )
+            for _ in range(chooser.randint(1, 3))
+        )
+        self.norm = nn.LayerNorm(EMBED)
+        self.before = nn.LayerNorm(EMBED) if chooser.random() < 0.3 else nn.Identity()
+        # a norm used twice, which is wrong where one of them sees the complete sequence
+        self.again = chooser.choice([nn.Identity()] * 6 + [self.norm, self.before])
+        self.behind = self._function(chooser, "on tokens", 0.9)
+
+    def _function(self, chooser: random.Random, kind: str, right: float) -> nn.Module:
+        """Mostly what is right on a part: of the tokens, or, as "local", of the last dim."""
+        chosen = chooser.random()
+        if chosen > right:
+            return Function(None if chosen > 0.97 else _by_mode(chooser))
+        if kind == "local":
+            return Function([chooser.choice(LOCAL)] * 2)
+        return chooser.choice([nn.Identity(), Function(chooser.choices(ON_TOKENS, k=2))])
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.before(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(self.again(self.behind(x))))
+
+
+DECODER_RULES = mw.PathRules([
+    ("embed/weight", "vocab embed -> vocab@tp embed"), ("head", "vocab embed -> vocab@tp embed"),
+    ("mlp/0/weight", "out in -> out@tp in"), ("mlp/0/bias", "out -> out@tp"),
+    ("mlp/2/weight", "out in -> out in@tp"), (".*", ()),
+])  # fmt: skip
+
+
+def random_decoder(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Decoder(random.Random(seed)).double()
+
+
+def compared_decoder(seed: int, mesh: Any) -> dict[str, Any]:
+    """Loss and every gradient of a decoder with sequence parallelism, if it is not refused."""
+    plain, model = random_decoder(seed), random_decoder(seed)
+    tokens = torch.randint(18, (2, 12))
+    weights = torch.randn(2, 12, 18, dtype=torch.float64)
+    model.train(seed % 3 != 2)
+    found: dict[str, Any] = {"seed": seed, "wrong": []}
+    try:
+        mt.parallelize(model, mesh, DECODER_RULES, sequence_parallel=True, example=tokens[:, :6])
+    except mw.MeshwrightError as refused:
+        return found | {"refused": str(refused)}
+    return found | compared_in_modes(plain, model, mesh, tokens, weights)
+
+
 def _by_mode(chooser: random.Random) -> list[str]:
     """What to do in evaluation and in training; mostly one of the two is right on a part."""
     if chooser.random() < 0.3:
@@ -265,7 +361,15 @@ def compared(seed: int, mesh: Any) -> dict[str, Any]:
         mt.parallelize(model, mesh, rules, example=example)
     except mw.MeshwrightError as refused:
         return found | {"refused": str(refused)}
+    return found | compared_in_modes(plain, model, mesh, data, weights)
+
+
+def compared_in_modes(
+    plain: nn.Module, model: nn.Module, mesh: Any, data: torch.Tensor, weights: torch.Tensor
+) -> dict[str, Any]:
+    """What differs in evaluation and in training, and how much of the model stayed split."""
     split = parallelized(model).split
+    found: dict[str, Any] = {"wrong": []}
     found |= {"layers": len(split.layers), "parameters": len(split.parameters)}
     found |= {"blocks": len(split.blocks), "random": len(split.random)}
     found |= {"evaluation only": split.why_not_train is not None}
@@ -316,12 +420,13 @@ def differences(
 def main() -> None:
     torch.set_num_threads(1)
     mesh = mt.mesh("dp=1,tp=-1", device="cpu")
-    found: list[dict[str, Any]] = []
+    found: dict[str, list[dict[str, Any]]] = {"trees": [], "decoders": []}
     for seed in range(int(sys.argv[2])):
-        try:
-            found.append(compared(seed, mesh))
-        except Exception:
-            found.append({"seed": seed, "wrong": [traceback.format_exc()]})
+        for kind, compare in (("trees", compared), ("decoders", compared_decoder)):
+            try:
+                found[kind].append(compare(seed, mesh))
+            except Exception:
+                found[kind].append({"seed": seed, "wrong": [traceback.format_exc()]})
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -86,6 +86,9 @@ def cases() -> dict[str, Callable[[], Any]]:
     found["random trees"] = lambda: [
         tree_worker.compared(seed, mt.mesh("dp=2,tp=3", device="cpu")) for seed in (*range(12), 17)
     ]
+    found["random decoders"] = lambda: [
+        tree_worker.compared_decoder(seed, mt.mesh("dp=2,tp=3", device="cpu")) for seed in range(7)
+    ]
     for kind in BY_TRANSFORMERS:
         found[f"train by command {kind}"] = lambda k=kind: backend_cases.of_transformers(
             k, shared_folder()

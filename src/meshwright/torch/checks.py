@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import MeshwrightError
 from meshwright.present import nearest_multiples
 from meshwright.torch.dims import dims_of, head_counts
+from meshwright.torch.dry_run import is_trained
 from meshwright.torch.placement import Placement, Placements, tied
 
 
@@ -164,7 +165,7 @@ def refuse_training(model: nn.Module, why: str) -> None:
     """A sentence where a model is called in training that was split for evaluation."""
 
     def check(*_: Any) -> None:
-        if any(module.training for module in model.modules()):
+        if is_trained(model):
             raise MeshwrightError(why)
 
     model.register_forward_pre_hook(check)

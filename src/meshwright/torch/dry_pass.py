@@ -27,8 +27,11 @@ class Example:
     kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def example_of(model: nn.Module, given: Any = None) -> Example | None:
-    """What to run a model on: the given arguments, or a few tokens for a Hugging Face model."""
+def example_of(model: nn.Module, given: Any = None, repeats: int = 1) -> Example | None:
+    """What to run a model on: the given arguments, or a few tokens for a Hugging Face model.
+
+    `repeats`: how often these tokens follow each other.
+    """
     if isinstance(given, Mapping):
         return Example(kwargs=dict(given))
     if given is not None:
@@ -37,7 +40,8 @@ def example_of(model: nn.Module, given: Any = None) -> Example | None:
         return None
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     size = getattr(embedding, "num_embeddings", 2)
-    return Example(kwargs={name: ids % size for name, ids in model.dummy_inputs.items()})
+    tokens = {name: (ids % size).repeat(1, repeats) for name, ids in model.dummy_inputs.items()}
+    return Example(kwargs=tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +102,11 @@ class DryPasses:
         }
         leaves = (*self.complete.outputs.values(), *self.params.values())
         self.bits = {id(leaf): 1 << i for i, leaf in enumerate(leaves)}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run is that on complete activations."""
+        return self._cut is None
 
     def run_part(self, cut: Cut) -> Run:
         """Run it as a rank that has parts."""
@@ -195,6 +204,8 @@ class DryPasses:
             call = (path, self.run.calls[path])
             self.run.inputs[call], self.run.given[call] = value * 1, value
             given = self.give(path, lambda: self._random((*shape, width)))
+            if self._cut is not None and self._cut.dim != -1:
+                return given  # it may take a part of the sequence and give all of it
             if given.shape[:-1] != shape:
                 raise MismatchError(path)
             return given

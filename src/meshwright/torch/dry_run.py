@@ -25,7 +25,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.torch.dry_pass import Cut, DryPasses, Example, reached, with_first_tensor
 from meshwright.torch.placement import generic
 
-_DROPOUT = "as dropout does unless its p is 0"
+DROPOUT = "as dropout does unless its p is 0"
+EVALUATION_ONLY = "this model was parallelized in evaluation mode, and in training mode"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +37,10 @@ class SplitActivations:
     `parameters`: whole parameters that are used on split activations, so that the gradient of each
     rank is a part. `blocks`: modules whose input only `readers` read, column-parallel children of
     theirs in `layers`. `problem`: why the model could not run. `note`: what is all-gathered.
-    `not_in_training`: layers for which the comparison holds in evaluation alone, and
-    `training_problem` why training could not run. `random`: in which modes random numbers may be
-    drawn, by whether any module trains.
+    `not_in_training`: layers for which the comparison holds in evaluation alone. `why_not_train`:
+    why a model that was split so is not trained. `random`: in which modes random numbers may be
+    drawn, by whether any module trains. `sequence_parameters`: those that sequence parallelism uses
+    on a part of the sequence.
     """
 
     layers: frozenset[str] = frozenset()
@@ -48,20 +50,9 @@ class SplitActivations:
     problem: str | None = None
     note: str | None = None
     not_in_training: frozenset[str] = frozenset()
-    training_problem: str | None = None
+    why_not_train: str | None = None
     random: frozenset[bool] = frozenset((False, True))
-
-    @property
-    def why_not_train(self) -> str | None:
-        """Why a model that was split so may not be trained, if so."""
-        split = self.not_in_training & self.layers
-        if not split:
-            return None
-        needs = f"the code around {_shown(split)} needs complete activations, {_DROPOUT}"
-        return (
-            "this model was parallelized in evaluation mode, and in training mode "
-            f"{self.training_problem or needs}; call model.train() before parallelize"
-        )
+    sequence_parameters: frozenset[str] = frozenset()
 
 
 def split_activations(
@@ -78,13 +69,19 @@ def split_activations(
         return both
     in_evaluation = _compare(model, kinds, tp, head, example, in_training=False)
     lost = in_evaluation.layers - both.layers
-    is_trained = any(module.training for module in model.modules())
     kept, problem = both, both.problem
-    if lost and not is_trained:
-        kept = dataclasses.replace(in_evaluation, training_problem=problem)
+    if lost and not is_trained(model):
+        why = problem or f"the code around {_shown(lost)} needs complete activations, {DROPOUT}"
+        why = f"{EVALUATION_ONLY} {why}; call model.train() before parallelize"
+        kept = dataclasses.replace(in_evaluation, why_not_train=why)
     elif problem and not in_evaluation.problem:
         kept = dataclasses.replace(both, problem=f"{problem}, in training mode")
     return dataclasses.replace(kept, not_in_training=lost)
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Whether any module is in training mode."""
+    return any(module.training for module in model.modules())
 
 
 def _compare(
@@ -130,7 +127,7 @@ def all_gather_note(split: SplitActivations, layers: Iterable[str]) -> str | Non
     in_training = names & split.not_in_training if split.problem is None else set()
     reasons = [
         (names - in_training, split.problem or needs),
-        (in_training, f"{needs} in training mode, {_DROPOUT}"),
+        (in_training, f"{needs} in training mode, {DROPOUT}"),
     ]
     notes = (f"around {_shown(paths)}: {reason}" for paths, reason in reasons if paths)
     return f"activations are all-gathered {'; '.join(notes)}"

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.torch.dry_run import is_trained
+
 
 def share_random_state(model: nn.Module, modes: Collection[bool], over: DeviceMesh) -> None:
     """Begin each forward pass with the random state of the group's first rank.
@@ -29,7 +31,7 @@ def share_random_state(model: nn.Module, modes: Collection[bool], over: DeviceMe
 
     @torch.compiler.disable
     def share(*_: Any) -> None:
-        if any(module.training for module in model.modules()) not in modes:
+        if is_trained(model) not in modes:
             return
         states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if on_cuda else [])
         shared = torch.cat(states).to(over.device_type)

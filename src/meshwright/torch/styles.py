@@ -8,6 +8,7 @@ elsewhere it all-gathers it.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
@@ -35,12 +36,12 @@ from meshwright.torch.dry_run import (
     from_first_rank,
     split_activations,
 )
+from meshwright.torch.dry_sequence import SEQUENCE, with_sequence_parallel
 from meshwright.torch.lora import A, B
 from meshwright.torch.own_forward import check_own_forward
 from meshwright.torch.placement import Placements
 
 _WEIGHT, _LAYER = {"weight"}, {"weight", "bias", A, B}  # what a split layer must and may have
-_SEQUENCE = 1  # the dim of the sequence in [batch, length, embed]
 
 
 def styles(
@@ -58,7 +59,7 @@ def styles(
         return {}, SplitActivations()
     kinds, tp = _kinds(model, placements), placements.axes.tp
     head = _output_head(model)
-    inputs = example_of(model, example)
+    inputs = example_of(model, example, repeats=tp if sequence_parallel else 1)
 
     def decide() -> SplitActivations:
         random = check_own_forward(model, kinds, tp)
@@ -69,9 +70,15 @@ def styles(
         return dataclasses.replace(split, random=split.random | random)
 
     split = from_first_rank(decide)
-    blocks = blocks_of(model)
-    split_norms = _norms_between(model, kinds, split, blocks) if sequence_parallel else set()
-    partial = {id(p) for name, p in model.named_parameters() if name in split.parameters}
+    first_blocks = _first_of_each(blocks_of(model)) if sequence_parallel else []
+    if sequence_parallel:
+        _check_sequence_parallel(model, kinds, split, first_blocks)
+        if inputs is None:
+            raise MeshwrightError(f"sequence_parallel=True: {split.problem}")
+        on_sequence = functools.partial(with_sequence_parallel, model, split, first_blocks)
+        split = from_first_rank(functools.partial(on_sequence, str(head), tp, inputs))
+    on_parts = split.parameters | split.sequence_parameters
+    partial = {id(p) for name, p in model.named_parameters() if name in on_parts}
     chosen: dict[str, ParallelStyle] = {}
     for path, kind in kinds.items():
         stays = path in split.layers
@@ -97,12 +104,11 @@ def styles(
         else:
             own = model.get_submodule(path)._parameters
             names = {name for name, param in own.items() if id(param) in partial}
-            chosen[path] = Whole(set(own) if path in split_norms else names)
+            chosen[path] = Whole(names)
     # one gather, and in the backward pass one sum, for all column-parallel layers of a block
     inputs_of = BlockInput("sequence" if sequence_parallel else "complete")
     chosen |= {path: inputs_of for path in split.blocks if path not in chosen}
-    if sequence_parallel:
-        chosen |= {path: SplitSequence() for path in _first_of_each(blocks)}
+    chosen |= {path: SplitSequence() for path in first_blocks}
     if loss_parallel and not isinstance(chosen.get(head or ""), Column):
         raise MeshwrightError(
             "loss_parallel=True needs an LM head that is split over the vocabulary; this model has "
@@ -169,20 +175,18 @@ def _first_of_each(blocks: list[str]) -> list[str]:
     return list(by_list.values())
 
 
-def _norms_between(
+def _check_sequence_parallel(
     model: nn.Module, kinds: Mapping[str, str], split: SplitActivations, blocks: list[str]
-) -> set[str]:
-    """The norms that see a part of the sequence; a model of another structure is refused."""
-    norms = set()
+) -> None:
+    """Refuse a model of another structure: nothing but norms has weights around its blocks."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     head = _output_head(model)
     for path in kinds:
         module = model.get_submodule(path)
         if path == head or _is_inside(path, module, kinds[path], split):
             continue
-        if kinds[path] == "whole" and "norm" in type(module).__name__.lower():
-            norms.add(path)
-        elif module is not embedding:
+        is_norm = kinds[path] == "whole" and "norm" in type(module).__name__.lower()
+        if not is_norm and module is not embedding:
             raise MeshwrightError(
                 f"sequence_parallel=True: {path!r} ({type(module).__name__}) is neither a norm nor "
                 "inside an attention or mlp block that is split over tp; leave sequence_parallel "
@@ -193,7 +197,6 @@ def _norms_between(
             "sequence_parallel=True needs decoder layers and an LM head that is split over the "
             "vocabulary; leave it out for this model"
         )
-    return norms
 
 
 def _is_inside(path: str, module: nn.Module, kind: str, split: SplitActivations) -> bool:
@@ -282,7 +285,7 @@ class Row(ParallelStyle):
                 finally:
                     module._parameters["bias"] = bias
             if sequence:
-                output = reduce_scatter(part, _SEQUENCE, device_mesh)
+                output = reduce_scatter(part, SEQUENCE, device_mesh)
             else:
                 output = all_reduce(part, device_mesh)
             return output if bias is None else output + bias
@@ -374,7 +377,7 @@ class SplitSequence(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(
             lambda _, args, kwargs: with_first_tensor(
-                args, kwargs, lambda x: slice_of_rank(x, _SEQUENCE, device_mesh)
+                args, kwargs, lambda x: slice_of_rank(x, SEQUENCE, device_mesh)
             ),
             with_kwargs=True,
         )
@@ -391,7 +394,7 @@ def _split_outputs(part: torch.Tensor, outputs: int, mesh: DeviceMesh) -> DTenso
 
 def _shared_input(x: torch.Tensor, takes: str, mesh: DeviceMesh) -> torch.Tensor:
     """The complete input of column-parallel layers."""
-    return all_gather_shared(x, _SEQUENCE, mesh) if takes == "sequence" else share(x, mesh)
+    return all_gather_shared(x, SEQUENCE, mesh) if takes == "sequence" else share(x, mesh)
 
 
 def distribute_parameters(
