@@ -19,14 +19,21 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from meshwright.data import ByteTokenizer, ChatTemplate
 from meshwright.data.tokenizers import HuggingFaceTokenizer
 from meshwright.serving.grammars import LARGEST
-from meshwright.serving.server import formats, transport
+from meshwright.serving.server import chat, completions, easylm, formats, transport
 from meshwright.serving.server.bodies import json_values
+from meshwright.serving.server.encoding import encoded, encoded_answer
+from meshwright.serving.server.logprobs import LogprobWriter
 from meshwright.serving.settings import LimitsConfig
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = "a" * 20_000
 MESSAGE = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+IDS = [65 + index % 26 for index in range(200)]
+SCORED = {"prompt": IDS, "max_tokens": 0, "echo": True, "logprobs": 20}
+CHOICES = {
+    "messages": [MESSAGE], "n": 5, "max_tokens": 50, "ignore_eos": True, "logprobs": True, "top_logprobs": 20,
+}  # fmt: skip
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
 
 
@@ -57,9 +64,19 @@ def long_server() -> Iterator[Running]:
         (ByteTokenizer, "encode", "/loglikelihood", {"text": [LONG]}),
         (ByteTokenizer, "encode", "/loglikelihood-rolling", {"text": [LONG]}),
         (ByteTokenizer, "encode_batch", "/greedy-until", {"prefix_text": [LONG], "until": ["a"]}),
+        # small bodies, large answers
+        (LogprobWriter, "_by_name", COMPLETIONS, SCORED),
+        (LogprobWriter, "_by_name", COMPLETIONS, SCORED | {"stream": True}),
+        (LogprobWriter, "_ranked", COMPLETIONS, {"prompt": IDS, "max_tokens": 0, "prompt_logprobs": 20}),
+        (LogprobWriter, "_ranked", CHAT, {"messages": [MESSAGE] * 10, "n": 10, "max_tokens": 1, "prompt_logprobs": 20}),
+        (LogprobWriter, "_entry", CHAT, CHOICES),
+        (completions, "encoded_answer", COMPLETIONS, SCORED),
+        (completions, "event", COMPLETIONS, SCORED | {"stream": True}),
+        (chat, "encoded_answer", CHAT, CHOICES),
+        (easylm, "_sums", "/loglikelihood", {"text": ["a" * 3000]}),
     ],
 )  # fmt: skip
-def test_other_requests_are_answered_while_a_large_one_is_prepared(
+def test_other_requests_are_answered_while_a_large_one_is_worked_on(
     long_server: Running,
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
@@ -103,6 +120,62 @@ def test_a_small_request_does_not_wait_for_large_ones(
         assert long_server.post("/detokenize", tokens=[65]).data == {"prompt": "A"}
         answered.set()
     assert [answers[0].status for answers in (first, second, third)] == [200] * 3
+
+
+# ---- large answers ------------------------------------------------------------------------------
+
+
+def test_a_large_answer_has_every_choice_of_every_prompt_in_order(long_server: Running) -> None:
+    prompts = [IDS[:index] for index in range(100, 164)]
+    fields = SCORED | {"prompt": prompts, "n": 2, "prompt_logprobs": 3}
+    large = long_server.post(COMPLETIONS, **fields)
+    assert len(large.text) > 4 * transport._SENT_BYTES
+    assert large.headers["content-length"] == str(len(large.text.encode()))
+    assert list(large.data) == ["id", "object", "created", "model", "choices", "usage"]
+    choices = large.data["choices"]
+    assert [choice.pop("index") for choice in choices] == list(range(128))
+    for prompt, *pair in zip(prompts, choices[::2], choices[1::2], strict=True):
+        small = long_server.post(COMPLETIONS, **fields | {"prompt": prompt, "n": 1})
+        (expected,) = small.data["choices"]
+        assert expected.pop("index") == 0
+        assert pair == [expected, expected]
+
+
+def test_a_large_event_is_that_of_the_answer_at_once(long_server: Running) -> None:
+    fields = SCORED | {"prompt": IDS * 20}
+    (expected,) = long_server.post(COMPLETIONS, **fields).data["choices"]
+    *events, end = long_server.post(COMPLETIONS, **fields, stream=True).events
+    assert (events[0]["choices"], end) == ([expected], "[DONE]")
+
+
+def test_an_error_while_a_large_answer_is_assembled_is_answered(
+    long_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise RuntimeError("no name")
+
+    monkeypatch.setattr(LogprobWriter, "_by_name", fails)
+    answer = long_server.post(COMPLETIONS, **SCORED)
+    assert (answer.status, answer.data["error"]["type"]) == (500, "server_error")
+    assert long_server.server.service.in_flight == 0
+
+
+ENTRIES = st.lists(st.integers() | st.text(max_size=3) | st.lists(st.none(), max_size=2), max_size=200)  # fmt: skip
+
+
+@given(ENTRIES, ENTRIES, ENTRIES)
+def test_iterators_are_encoded_as_lists(first: list[Any], second: list[Any], third: list[Any]) -> None:  # fmt: skip
+    value = {"a": first, "b": {"c": second}, "d": [{"e": third}]}
+    lazy = {"a": iter(first), "b": {"c": iter(second)}, "d": iter([{"e": iter(third)}])}
+    assert json.loads(encoded(lazy)) == value
+    lazy = {"a": iter(first), "b": {"c": iter(second)}, "d": [{"e": iter(third)}]}
+    parts = encoded_answer({"id": "x"}, [lazy, 1], {"usage": iter(second)})
+    assert json.loads(b"".join(parts)) == {"id": "x", "choices": [value, 1], "usage": second}
+
+
+def test_what_is_no_json_is_an_error() -> None:
+    with pytest.raises(NotImplementedError, match="object is no JSON"):
+        encoded({"a": object()})
 
 
 def test_others_are_served_between_parts_of_a_body(

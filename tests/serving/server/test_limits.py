@@ -257,6 +257,19 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
             eventually(lambda: server.engine.finished == {"cancelled": 1})
 
 
+def test_a_client_that_does_not_read_a_large_answer_is_dropped() -> None:
+    class Talkative(BigramEngine):
+        def _deltas(self, request: Request) -> list[Delta]:
+            return [Delta((1,), "x" * 40_000_000, finish_reason="stop")]
+
+    with (
+        serving(Talkative(), limits=LimitsConfig(send_seconds=0.3)) as server,
+        socket.create_connection(("127.0.0.1", server.port)) as client,
+    ):
+        client.sendall(request_bytes({"prompt": "a"}))
+        eventually(lambda: 'status="499"' in server.get("/metrics").text)
+
+
 # ---- keys and browsers --------------------------------------------------------------------------
 
 

@@ -1,7 +1,8 @@
 """/v1/chat/completions: messages in, a message or tool calls out."""
 
+import functools
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
@@ -24,11 +25,20 @@ from meshwright.serving.output import (
 )
 from meshwright.serving.request import Completion, Delta, Request, request_id
 from meshwright.serving.server.bodies import ChatBody
-from meshwright.serving.server.errors import bad_request, json_response
+from meshwright.serving.server.encoding import encoded_answer, event
+from meshwright.serving.server.errors import bad_request
 from meshwright.serving.server.formats import chat_grammar
+from meshwright.serving.server.logprobs import written_entries
 from meshwright.serving.server.messages import chat_prompt
 from meshwright.serving.server.service import Service, Usage
-from meshwright.serving.server.transport import event_stream, finish, off_loop, read
+from meshwright.serving.server.transport import (
+    answer_response,
+    assembled,
+    event_stream,
+    finish,
+    off_loop,
+    read,
+)
 
 
 async def chat_completions(http: HttpRequest, service: Service) -> Response:
@@ -59,7 +69,7 @@ async def chat_completions(http: HttpRequest, service: Service) -> Response:
     answer = _Answer(service, body, text, request, http.scope["access"].usage)
     if body.stream:
         return await event_stream(http, service, answer.events())
-    return json_response(await finish(http, service, answer.whole()))
+    return await finish(http, service, answer.whole())
 
 
 def _check(body: ChatBody) -> None:
@@ -142,35 +152,44 @@ class _Answer:
             "model": self.body.model or self.service.name,
         }
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         with self.service.admitted(len(self.requests)):
             results = await self.service.completions(self.requests)
-        choices = []
-        for index, (parser, result) in enumerate(zip(self.parsers, results, strict=True)):
-            self.usage.count(result)
-            pieces = [*parser.feed(result.text), *parser.end()]
-            calls = [piece.data() for piece in pieces if not isinstance(piece, Content | Reasoning)]
-            message: dict[str, Any] = {"role": "assistant", "refusal": None}
-            content = _joined(pieces, Content)
-            message["content"] = None if calls and not content else content
-            reasoning = _joined(pieces, Reasoning)
-            message |= {"reasoning_content": reasoning} if reasoning else {}
-            message |= {"tool_calls": self._allowed(calls)} if calls else {}
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "logprobs": self._logprobs(result),
-                    "finish_reason": _reason(result, bool(calls)),
-                }
-            )
-        answer = self._head("chat.completion") | {"choices": choices, "usage": self.usage.data()}
+            for result in results:
+                self.usage.count(result)
+            parts = await assembled(self._entries(*results), lambda: self._parts(results))
+        return answer_response(parts, self.service)
+
+    def _parts(self, results: Sequence[Completion]) -> list[bytes]:
+        choices = (self._choice(index, result) for index, result in enumerate(results))
+        rest: dict[str, Any] = {"usage": self.usage.data()}
         if (count := self.body.prompt_logprobs) is not None:
             scores = results[0].prompt_logprobs
-            answer["prompt_logprobs"] = self.names.prompt(self.requests[0].prompt, scores, count)
-        return answer
+            rest["prompt_logprobs"] = self.names.prompt(self.requests[0].prompt, scores, count)
+        return encoded_answer(self._head("chat.completion"), choices, rest)
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    def _choice(self, index: int, result: Completion) -> dict[str, Any]:
+        parser = self.parsers[index]
+        pieces = [*parser.feed(result.text), *parser.end()]
+        calls = [piece.data() for piece in pieces if not isinstance(piece, Content | Reasoning)]
+        message: dict[str, Any] = {"role": "assistant", "refusal": None}
+        content = _joined(pieces, Content)
+        message["content"] = None if calls and not content else content
+        reasoning = _joined(pieces, Reasoning)
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        message |= {"tool_calls": self._allowed(calls)} if calls else {}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(result),
+            "finish_reason": _reason(result, bool(calls)),
+        }
+
+    def _entries(self, *results: Completion | Delta) -> int:
+        candidates = max(self.body.top_logprobs or 0, self.body.prompt_logprobs or 0)
+        return written_entries(results, candidates)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         head = self._head("chat.completion.chunk")
@@ -195,7 +214,7 @@ class _Answer:
                 self.usage.count(delta)
                 if not begun[index]:
                     begun[index] = True
-                    yield chunk(index, {"role": "assistant", "content": ""})
+                    yield event(chunk(index, {"role": "assistant", "content": ""}))
                 parser = self.parsers[index]
                 pieces = [*parser.feed(delta.text)]
                 pieces += parser.end() if delta.finish_reason else ()
@@ -205,12 +224,13 @@ class _Answer:
                 if not shown and logprobs is not None:
                     shown = [{}]  # the text of this token is not certain yet
                 for field in shown:
-                    yield chunk(index, field, logprobs)
+                    write = functools.partial(event, chunk(index, field, logprobs))
+                    yield await assembled(self._entries(delta), write)
                     logprobs = None
                 if delta.finish_reason:
-                    yield chunk(index, {}, reason=_reason(delta, calls[index] > 0))
+                    yield event(chunk(index, {}, reason=_reason(delta, calls[index] > 0)))
         if with_usage:
-            yield head | {"choices": [], "usage": self.usage.data()}
+            yield event(head | {"choices": [], "usage": self.usage.data()})
 
     def _delta(self, piece: Piece, calls: list[int], index: int) -> dict[str, Any] | None:
         if isinstance(piece, Content):

@@ -1,6 +1,7 @@
 """/v1/completions: continue prompts, given as text or as tokens."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -12,11 +13,19 @@ from meshwright.data import last_character
 from meshwright.serving.grammars import Grammar
 from meshwright.serving.request import Completion, Delta, Request, TokenLogprobs, request_id
 from meshwright.serving.server.bodies import CompletionBody
-from meshwright.serving.server.errors import bad_request, json_response
+from meshwright.serving.server.encoding import encoded_answer, event
+from meshwright.serving.server.errors import bad_request
 from meshwright.serving.server.formats import completion_grammar
-from meshwright.serving.server.logprobs import TextOffsets, first_of
+from meshwright.serving.server.logprobs import TextOffsets, first_of, written_entries
 from meshwright.serving.server.service import Service, Usage
-from meshwright.serving.server.transport import event_stream, finish, off_loop, read
+from meshwright.serving.server.transport import (
+    answer_response,
+    assembled,
+    event_stream,
+    finish,
+    off_loop,
+    read,
+)
 
 _MAX_TOKENS = 16  # OpenAI's default
 
@@ -42,7 +51,7 @@ async def completions(http: HttpRequest, service: Service) -> Response:
     answer = _Answer(service, body, prompts, requests, http.scope["access"].usage)
     if body.stream:
         return await event_stream(http, service, answer.events())
-    return json_response(await finish(http, service, answer.whole()))
+    return await finish(http, service, answer.whole())
 
 
 def _check(body: CompletionBody) -> None:
@@ -167,16 +176,20 @@ class _Answer:
         ]
         usage.prompt = sum(len(prompt.tokens) for prompt in prompts)
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self) -> Response:
         with self.service.admitted(len(self.requests)):
             results = await self.service.completions(self.requests)
-        choices = []
-        for index, result in enumerate(results):
-            self._count(index, result)
-            choices.append(self._choice(index, result, echo=bool(self.body.echo)))
-        return self.head | {"choices": choices, "usage": self.usage.data()}
+            for index, result in enumerate(results):
+                self._count(index, result)
+            parts = await assembled(self._entries(*results), lambda: self._parts(results))
+        return answer_response(parts, self.service)
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    def _parts(self, results: Sequence[Completion]) -> list[bytes]:
+        echo = bool(self.body.echo)
+        choices = (self._choice(index, result, echo) for index, result in enumerate(results))
+        return encoded_answer(self.head, choices, {"usage": self.usage.data()})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
         options = self.body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         running = options is not None and with_usage and bool(options.continuous_usage_stats)
@@ -189,11 +202,18 @@ class _Answer:
                 if not (echo or delta.text or delta.logprobs or delta.finish_reason):
                     continue
                 started[index] = True
-                choice = self._choice(index, delta, echo)
                 extra |= {"usage": self.usage.data()} if running else {}
-                yield self.head | {"choices": [choice]} | extra
+                write = functools.partial(self._event, index, delta, echo, extra)
+                yield await assembled(self._entries(delta), write)
         if with_usage:
-            yield self.head | {"choices": [], "usage": self.usage.data()}
+            yield event(self.head | {"choices": [], "usage": self.usage.data()})
+
+    def _event(self, index: int, delta: Delta, echo: bool, extra: dict[str, Any]) -> bytes:
+        return event(self.head | {"choices": [self._choice(index, delta, echo)]} | extra)
+
+    def _entries(self, *results: Completion | Delta) -> int:
+        candidates = max(self.body.logprobs or 0, self.body.prompt_logprobs or 0)
+        return written_entries(results, candidates)
 
     def _count(self, index: int, result: Completion | Delta) -> None:
         self.usage.count(result, index // (self.body.n or 1))

@@ -22,8 +22,9 @@ from meshwright.serving.server.bodies import (
     ScoreBody,
 )
 from meshwright.serving.server.errors import ApiError, bad_request, json_response, of_mistake
+from meshwright.serving.server.logprobs import written_entries
 from meshwright.serving.server.service import Service, check_stops
-from meshwright.serving.server.transport import finish, off_loop, read
+from meshwright.serving.server.transport import assembled, finish, off_loop, read
 
 Endpoint = Callable[[HttpRequest, Service], Awaitable[Response]]
 
@@ -201,12 +202,17 @@ async def _scores(service: Service, texts: Sequence[Sequence[_Window]]) -> list[
         Request(tokens, Sampling(temperature=0), 0, prompt_logprobs=1, id=request_id("seq"))
         for tokens, _ in windows
     )
-    results = iter(await _run(service, requests))
+    results = await _run(service, requests)
+    return await assembled(written_entries(results, 0), lambda: _sums(texts, results))
+
+
+def _sums(texts: Sequence[Sequence[_Window]], results: Iterable[Completion]) -> list[_Score]:
+    left = iter(results)
     scores = []
     for text in texts:
         scored: list[TokenLogprobs | None] = []
         for _, size in text:
-            scored += next(results).prompt_logprobs[-size:] if size else ()
+            scored += next(left).prompt_logprobs[-size:] if size else ()
         known = [each for each in scored if each is not None]
         scores.append(
             _Score(sum((e.logprob for e in known), 0.0), all(each.rank == 0 for each in known))

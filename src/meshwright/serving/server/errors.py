@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 
 from meshwright.errors import MeshwrightError
 from meshwright.serving.request import EngineStoppedError, OverloadedError
+from meshwright.serving.server.encoding import encoded
 
 
 class ApiError(Exception):
@@ -77,9 +77,7 @@ def error_response(error: ApiError) -> Response:
 def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    return Response(
-        msgspec.json.encode(value), status, dict(headers or {}), media_type="application/json"
-    )
+    return Response(encoded(value), status, dict(headers or {}), media_type="application/json")
 
 
 def field_of(message: str) -> str | None:

@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from meshwright.data import REPLACEMENT, Tokenizer
-from meshwright.serving.request import TokenLogprobs
+from meshwright.serving.request import Completion, Delta, TokenLogprobs
 
 _LONGEST_CHARACTER = 4  # tokens
 
 
 class LogprobWriter:
-    """Writes log-probabilities with the texts of a tokenizer's tokens, which it keeps."""
+    """Writes log-probabilities with the texts of a tokenizer's tokens, which it keeps.
+
+    Lists of candidates are iterators, which are written when they are encoded.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.texts = TokenTexts(tokenizer)
@@ -34,18 +37,18 @@ class LogprobWriter:
         return {
             "tokens": names,
             "token_logprobs": [None if each is None else each.logprob for each in logprobs],
-            "top_logprobs": [self._by_name(*each) for each in zip(names, logprobs, strict=True)],
+            "top_logprobs": (self._by_name(*each) for each in zip(names, logprobs, strict=True)),
             "text_offset": list(offsets),
         }
 
     def prompt(
         self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None], count: int
-    ) -> list[dict[str, Any] | None]:
+    ) -> Iterator[dict[str, Any] | None]:
         """vLLM's `prompt_logprobs`: of each token and of the `count` most probable, by id."""
-        return [
+        return (
             None if each is None else self._ranked(token, each)
             for token, each in zip(tokens, first_of(logprobs, count), strict=True)
-        ]
+        )
 
     def _ranked(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
         ranks = {token: (logprobs.logprob, logprobs.rank + 1)}
@@ -66,11 +69,11 @@ class LogprobWriter:
 
     def chat(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         """`logprobs` of /v1/chat/completions."""
-        content = [
+        content = (
             self._entry(token, each.logprob)
             | {"top_logprobs": [self._entry(*candidate) for candidate in each.top]}
             for token, each in zip(tokens, logprobs, strict=True)
-        ]
+        )
         return {"content": content, "refusal": None}
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
@@ -78,6 +81,12 @@ class LogprobWriter:
         # of a name, not of the token alone, whose space the tokenizer may drop
         own = self._bytes(token) if name.startswith("token_id:") else name.encode()
         return {"token": name, "logprob": logprob, "bytes": None if own is None else list(own)}
+
+
+def written_entries(results: Iterable[Completion | Delta], candidates: int | None) -> int:
+    """How many tokens and candidates the answer to results has at most."""
+    tokens = sum(len(each.tokens) + len(each.prompt_logprobs) for each in results)
+    return tokens * (1 + (candidates or 0))
 
 
 def first_of(

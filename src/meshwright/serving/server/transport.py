@@ -3,19 +3,21 @@
 import asyncio
 import contextvars
 import ctypes
+import itertools
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from meshwright.errors import MeshwrightError
 from meshwright.serving.server.bodies import decoded
+from meshwright.serving.server.encoding import event
 from meshwright.serving.server.errors import (
     ApiError,
     ClientGoneError,
@@ -65,9 +67,54 @@ async def read(request: Request, kind: type[_Body], service: Service) -> _Body:
 
 async def off_loop(request: Request, work: Callable[[], _T]) -> _T:
     """The result of `work`, which other requests do not wait for if the request's body is large."""
-    if request.scope["access"].body_bytes <= _LARGE_BODY:
+    return await _in_thread(_LARGE_BODIES, work, request.scope["access"].body_bytes > _LARGE_BODY)
+
+
+async def assembled(entries: int, work: Callable[[], _T]) -> _T:
+    """The result of `work`, which other requests do not wait for if it writes many entries.
+
+    See logprobs.written_entries.
+    """
+    return await _in_thread(_LARGE_ANSWERS, work, entries > _LARGE_ANSWER)
+
+
+async def _in_thread(threads: ThreadPoolExecutor, work: Callable[[], _T], is_long: bool) -> _T:
+    if not is_long:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_LARGE_BODIES, work)
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def answer_response(parts: Sequence[bytes], service: Service) -> Response:
+    """A response of JSON, given in parts."""
+    if sum(map(len, parts)) <= _SENT_BYTES:
+        return Response(b"".join(parts), media_type="application/json")
+    return LargeResponse(parts, service.config.limits.send_seconds)
+
+
+class LargeResponse(Response):
+    """JSON that is sent in parts, each when the client has read those before.
+
+    Of what is sent at once, the event loop copies all that the client does not read at once.
+    """
+
+    def __init__(self, parts: Sequence[bytes], send_seconds: float) -> None:
+        super().__init__(media_type="application/json")
+        self._parts, self._send_seconds = parts, send_seconds
+        self.headers["Content-Length"] = str(sum(map(len, parts)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for part in itertools.chain.from_iterable(map(_sent_parts, self._parts)):
+            try:
+                async with asyncio.timeout(self._send_seconds):
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            except TimeoutError:
+                raise ClientGoneError from None
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _sent_parts(data: bytes) -> Iterator[bytes]:
+    return (data[at : at + _SENT_BYTES] for at in range(0, len(data), _SENT_BYTES))
 
 
 def give_back_memory(body_bytes: int) -> None:
@@ -80,10 +127,13 @@ def give_back_memory(body_bytes: int) -> None:
 
 
 _LARGE_BODY = 1 << 14  # bytes
+_LARGE_ANSWER = 1 << 11  # entries, about a microsecond each
 _MEMORY_BODY = 1 << 18
+_SENT_BYTES = 1 << 18  # of an answer at once
 _TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 # few: each that runs Python delays the event loop by up to 5 ms each time that it waits
 _LARGE_BODIES = ThreadPoolExecutor(2, "large-bodies")
+_LARGE_ANSWERS = ThreadPoolExecutor(2, "large-answers")
 
 
 _NO_RETRY = {"X-Should-Retry": "false"}  # which OpenAI's clients follow
@@ -146,11 +196,11 @@ async def _end(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def event_stream(
-    request: Request, service: Service, events: AsyncGenerator[Any, None]
+    request: Request, service: Service, events: AsyncGenerator[bytes, None]
 ) -> "EventStream":
     """A response of events. The first is awaited, so that its errors have their own status."""
 
-    async def first() -> Any:
+    async def first() -> bytes:
         return await anext(events)
 
     deadline = asyncio.get_running_loop().time() + service.config.limits.request_seconds
@@ -164,10 +214,10 @@ async def event_stream(
 
 
 class EventStream(StreamingResponse):
-    """JSON values as server-sent events, ended by [DONE]; an error ends it without."""
+    """Server-sent events, ended by [DONE]; an error ends it without."""
 
     def __init__(
-        self, first: Any, events: AsyncGenerator[Any, None], service: Service, deadline: float
+        self, first: bytes, events: AsyncGenerator[bytes, None], service: Service, deadline: float
     ) -> None:
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events, media_type="text/event-stream", headers=headers)
@@ -186,7 +236,7 @@ class EventStream(StreamingResponse):
         if error is None:
             sending.result()
         elif self._write_began is None:
-            await self._write(send, _event(error.body()))
+            await self._write(send, event(error.body()))
             await self._write(send, b"", more=False)
         else:  # the client does not read, so it is not told either
             scope["access"].gone = True
@@ -222,16 +272,17 @@ class EventStream(StreamingResponse):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        event: Any = self._first
+        data = self._first
         end = b"data: [DONE]\n\n"
         while True:
-            await self._write(send, _event(event))
+            for part in _sent_parts(data):
+                await self._write(send, part)
             try:
-                event = await anext(self._events)
+                data = await anext(self._events)
             except StopAsyncIteration:
                 break
             except Exception as reason:
-                end = _event(_as_api_error(reason).body())
+                end = event(_as_api_error(reason).body())
                 break
         await self._write(send, end)
         await self._write(send, b"", more=False)
@@ -250,7 +301,3 @@ def _as_api_error(reason: Exception) -> ApiError:
         return of_mistake(reason)
     _LOG.error("a stream failed", exc_info=reason)
     return ApiError(500, "the server failed on this request; its log says why")
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
