@@ -4,7 +4,8 @@
     python benchmarks/serve_health.py --write
 
 Starts `meshwright serve` on a tiny model with random weights, with the default limits, and sends it
-one large request after another. While the server works on one, /health is called every 10 ms.
+one request after another: large ones, and some with large answers. While the server works on one,
+/health is called every 10 ms.
 """
 
 import argparse
@@ -66,12 +67,20 @@ def schema(properties: int) -> dict[str, Any]:
     return {**HI, "response_format": {"type": "json_schema", "json_schema": named}}
 
 
+def scored(prompts: int, ids: int, **fields: Any) -> dict[str, Any]:
+    """Prompts of tokens, each with the log-probabilities of 20 candidates in the answer."""
+    prompt = [[(index * 7 + token) % 4000 for token in range(ids)] for index in range(prompts)]
+    return {"prompt": prompt, "max_tokens": 0, **fields}
+
+
 def nested(depth: int) -> bytes:
     return b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
 
 
 MESSAGE = {"role": "user", "content": "a"}
 HI = {"messages": [MESSAGE], "max_tokens": 1}
+ECHO, PROMPT = {"echo": True, "logprobs": 20}, {"prompt_logprobs": 20}
+CHOICES = {"n": 32, "max_tokens": 500, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # what is sent, where, and what makes its body
 REQUESTS: list[tuple[str, str, Callable[[], Any]]] = [
@@ -105,6 +114,11 @@ REQUESTS: list[tuple[str, str, Callable[[], Any]]] = [
     ("100,000 texts", "/loglikelihood", lambda: {"text": ["a"] * 100_000}),
     ("text of 2 MB", "/loglikelihood", lambda: {"text": [text(2_000_000)]}),
     ("prefix of 2 MB", "/generate", lambda: {"prefix_text": [text(2_000_000)]}),
+    ("16 x 8,000 ids, echo, 20 logprobs", COMPLETIONS, lambda: scored(16, 8_000, **ECHO)),
+    ("the same in a stream", COMPLETIONS, lambda: scored(16, 8_000, **ECHO, stream=True)),
+    ("200 x 500 ids, echo, 20 logprobs", COMPLETIONS, lambda: scored(200, 500, **ECHO)),
+    ("8 x 8,000 ids, 20 prompt_logprobs", COMPLETIONS, lambda: scored(8, 8_000, **PROMPT)),
+    ("32 choices of 500 tokens, 20 logprobs", CHAT, lambda: {**HI, **CHOICES}),
 ]  # fmt: skip
 
 
@@ -164,7 +178,9 @@ def make_folder(folder: Path) -> None:
     from meshwright.serving import generation_mesh
     from meshwright.serving.abstract_weights import targets
 
-    config = dataclasses.replace(families.preset("tiny"), vocab=4096, max_seq=8192)
+    # as small as can be: its steps are not what is measured
+    small = {"layers": 1, "embed": 16, "heads": 1, "kv_heads": 1, "head_dim": 16, "mlp": 16}
+    config = dataclasses.replace(families.preset("tiny"), vocab=4096, max_seq=8192, **small)
     shardings = jax.tree.map(lambda x: x.sharding, targets(config, generation_mesh(), jnp.float32))
     params = create(families.abstract_arrays(config, jnp.float32), shardings)
     families.save_hf(str(folder), params, config)
