@@ -1,14 +1,16 @@
 """Flags of other systems are answered with the command that does the same here."""
 
+import contextlib
 import dataclasses
 import importlib
+import re
 import shlex
 import typing
 
 import pytest
 
 from meshwright import MeshwrightError
-from meshwright.cli.commands import COMMANDS, WITH_MESH
+from meshwright.cli.commands import COMMANDS, WITH_MESH, run
 from meshwright.cli.flags import name_axes
 from meshwright.cli.other_systems import check_flags
 from meshwright.cli.other_words import AXES, KEYS, OF_COMMAND, RENAMED, SWITCHES
@@ -185,6 +187,14 @@ def test_no_flag_of_this_system_is_taken_for_one_of_another(command: str) -> Non
         if name != "model":  # a word without a flag
             check_flags(command, [f"--{name.replace('_', '-')}", "1"])
             check_flags(command, [f"--{name}=1"])
+
+
+@pytest.mark.parametrize("command", WITH_MESH)
+def test_nor_is_one_that_its_help_lists(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        run([command, "--help"])
+    for flag in set(re.findall(r"--[a-z][\w.-]*", capsys.readouterr().out)):
+        check_flags(command, [flag, "1"])
 
 
 def test_values_of_own_flags_are_not_taken_for_maxtexts_words() -> None:

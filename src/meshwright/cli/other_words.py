@@ -458,7 +458,11 @@ BEFORE = {
     "compute.scan": "--compute.layers scan",
 }
 # flags of a command that others give to train
-OWN = {"plan": {"tokens"}, "export": {"dtype", "tokenizer", "out"}} | {
+OWN = {
+    "plan": {"tokens", "output"},
+    "prove": {"dtype"},
+    "export": {"dtype", "tokenizer", "out"},
+} | {
     command: {"dtype", "precision", "tokenizer", "out", "outdir", "output"}
     for command in GENERATING
 }
