@@ -34,12 +34,15 @@ def not_installed(extra: str) -> str:
     return f"{install_command(extra)} (in the clone of Meshwright) installs it{large}"
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a sentence: `"; did you mean 'fsdp'?"` if one is close, else all known names."""
+def did_you_mean(name: str, known: Iterable[str], at_least: float = 0.6) -> str:
+    """The end of a sentence: `"; did you mean 'fsdp'?"` if one is close, else all known names.
+
+    `at_least`: how close, from 0 to 1.
+    """
     known = list(dict.fromkeys(known))
     likeness = {other: _likeness(str(name).lower(), other.lower()) for other in known}
     best = max(likeness.values(), default=0.0)
-    if best >= 0.6:
+    if best >= at_least:
         close = [other for other in known if likeness[other] >= best - 0.01][:2]
         return f"; did you mean {one_of(close)}?"
     if not known:

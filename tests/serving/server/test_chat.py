@@ -221,7 +221,7 @@ def test_reasoning_is_apart() -> None:
         ({"messages": HI, "tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "the name 'f'"),
         ({"messages": HI, "top_logprobs": 2}, "needs logprobs=true"),
         ({"messages": HI, "max_tokens": 0}, "1 or more"),
-        ({"messages": HI, "functions": []}, "unknown field 'functions'"),
+        ({"messages": HI, "functions": []}, "functions is not supported by this server; leave it out: send tools instead"),
         ({"messages": HI, "continue_final_message": True}, "continue_final_message needs"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}], "add_generation_prompt": False, "continue_final_message": True}, "which come after the content"),
         ({"messages": HI, "response_format": {"type": "json_schema", "json_schema": {}}}, "json_schema.schema must be"),

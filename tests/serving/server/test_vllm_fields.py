@@ -2,10 +2,12 @@
 
 import itertools
 import json
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import tokenizers
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
 from tests.serving.server.bigram_engine import END, TABLE, BigramEngine, greedy
 from tests.serving.server.serving import Running, serving
 
@@ -181,8 +183,11 @@ def test_what_is_wrong_with_a_field_is_said(
     ("field", "neutral", "other"),
     [
         ("priority", 0, 5),
+        ("request_id", None, "mine"),
         ("use_beam_search", False, True),
         ("length_penalty", 1.0, 0.5),
+        ("thinking_token_budget", -1, 100),
+        ("truncation_side", "left", "right"),
         ("spaces_between_special_tokens", True, False),
         ("return_token_ids", False, True),
         ("logits_processors", None, ["a.b"]),
@@ -197,6 +202,109 @@ def test_what_is_not_supported_is_said_and_its_default_is_taken(
     assert (answer.status, answer.data["error"]["param"]) == (400, field)
     assert f"{field} is not supported by this server; leave it out" in answer.message
     assert "did you mean" not in answer.message
+
+
+CHAT_ONLY: dict[str, tuple[Any, Any, str]] = {
+    "add_special_tokens": (False, True, "or send false: the chat template writes special tokens"),
+    "best_of": (1, 2, "or send 1: choices are not ranked"),
+    "chat_template": (None, "x", "leave it out: start the server with --chat-template FILE"),
+    "documents": (None, [{"text": "a"}], "has them from chat_template_kwargs"),
+    "echo": (False, True, "leave it out, or send false"),
+    "function_call": (None, "auto", "send tool_choice instead"),
+    "include_reasoning": (True, False, "leave it out, or send true"),
+    "mm_processor_kwargs": (None, {"fps": 1}, "leave it out: this model takes text only"),
+}
+
+
+@pytest.mark.parametrize("field", CHAT_ONLY)
+def test_what_to_do_instead_is_said(server: Running, field: str) -> None:
+    neutral, other, words = CHAT_ONLY[field]
+    assert server.post(CHAT, **BODIES[CHAT] | {field: neutral}).status == 200
+    answer = server.post(CHAT, **BODIES[CHAT] | {field: other})
+    assert (answer.status, answer.data["error"]["param"]) == (400, field)
+    assert f"{field} is not supported by this server; leave it out" in answer.message
+    assert words in answer.message
+
+
+def test_documents_reach_a_chat_template_by_its_values() -> None:
+    with serving(template="{{ documents[0].text }}") as server:
+        fields = {"chat_template_kwargs": {"documents": [{"text": "an old"}]}}
+        assert bytes(asked(server, CHAT, **fields)[0].prompt) == b"an old"
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "words"),
+    [
+        (CHAT, "prompt", "is a field of /v1/completions, not of /v1/chat/completions; send messages"),
+        (CHAT, "suffix", "not of /v1/chat/completions; leave it out"),
+        (CHAT, "prompt_embeds", "prompt_embeds is not supported by this server; leave it out"),
+        (CHAT, "max_completion_token", "unknown field 'max_completion_token'; did you mean 'max_completion_tokens'?"),
+        (CHAT, "images", "unknown field 'images'; known: model, "),
+        (COMPLETIONS, "messages", "is a field of /v1/chat/completions, not of /v1/completions; send prompt"),
+        (COMPLETIONS, "max_completion_tokens", "not of /v1/completions; send max_tokens"),
+        (COMPLETIONS, "top_logprobs", "not of /v1/completions; send logprobs"),
+        (COMPLETIONS, "tools", "not of /v1/completions; leave it out"),
+        (COMPLETIONS, "documents", "documents is not supported by this server; leave it out"),
+        (COMPLETIONS, "prompt_embeds", "leave it out: send a text or token ids as prompt"),
+        (COMPLETIONS, "prompt_token_ids", "leave it out: send the token ids as prompt"),
+        (COMPLETIONS, "system", "unknown field 'system'; known: model, "),
+        (COMPLETIONS, "ignore_eos_token", "did you mean 'ignore_eos'?"),
+        (COMPLETIONS, "logit_processors", "did you mean 'logits_processors'?"),
+    ],
+)  # fmt: skip
+def test_a_field_is_taken_for_another_only_if_it_is_mistyped(
+    server: Running, path: str, field: str, words: str
+) -> None:
+    answer = server.post(path, **BODIES[path] | {field: ["x"]})
+    assert (answer.status, answer.data["error"]["param"]) == (400, field)
+    assert words in answer.message
+
+
+# of its requests, also of earlier versions, beside those of OpenAI
+VLLM = {
+    "add_special_tokens", "allowed_token_ids", "bad_words", "best_of", "cache_salt", "early_stopping", "echo",
+    "ec_transfer_params", "guided_choice", "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex",
+    "guided_whitespace_pattern", "ignore_eos", "include_stop_str_in_output", "kv_transfer_params", "length_penalty",
+    "logits_processors", "min_p", "min_tokens", "priority", "prompt_logprobs", "repetition_detection",
+    "repetition_penalty", "request_id", "response_format", "return_token_ids", "return_token_offsets",
+    "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "stop_token_ids",
+    "structural_tag", "structured_outputs", "thinking_token_budget", "top_k", "truncate_prompt_tokens",
+    "truncation_side", "use_beam_search", "vllm_xargs",
+}  # fmt: skip
+VLLM_OF = {
+    COMPLETIONS: VLLM | {"prompt_embeds"},
+    CHAT: VLLM | {
+        "add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "documents",
+        "include_reasoning", "media_io_kwargs", "mm_processor_kwargs", "return_assistant_tokens_mask",
+        "return_prompt_text",
+    },
+}  # fmt: skip
+OPENAI_OF = {
+    COMPLETIONS: completion_create_params.CompletionCreateParamsBase,
+    CHAT: chat_create_params.CompletionCreateParamsBase,
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_field_of_openai_and_vllm_is_known(server: Running, path: str) -> None:
+    names = VLLM_OF[path] | set(get_type_hints(OPENAI_OF[path])) | {"stream"}
+    body = dict.fromkeys(sorted(names)) | BODIES[path]
+    answer = server.post(path, **body)
+    assert answer.status == 200, answer.message
+
+
+def test_every_field_of_vllms_structured_outputs_is_known(server: Running) -> None:
+    names = ("grammar", "structural_tag", "whitespace_pattern", "disable_fallback")
+    names += ("disable_any_whitespace", "disable_additional_properties")
+    formats = dict.fromkeys(names) | {"disable_fallback": False, "choice": ["yes"]}
+    body = BODIES[COMPLETIONS] | {"structured_outputs": formats}
+    assert server.post(COMPLETIONS, **body).status == 200
+    for name in names:
+        formats = {"choice": ["yes"], name: "other"}
+        answer = server.post(COMPLETIONS, **body | {"structured_outputs": formats})
+        param = f"structured_outputs.{name}"
+        assert (answer.status, answer.data["error"]["param"]) == (400, param)
+        assert f"{param} is not supported by this server" in answer.message
 
 
 @pytest.mark.parametrize("path", BODIES)

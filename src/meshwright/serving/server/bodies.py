@@ -9,6 +9,12 @@ from msgspec import Meta
 
 from meshwright.errors import did_you_mean
 from meshwright.serving.server.errors import ApiError, bad_request, field_of
+from meshwright.serving.server.unsupported import (
+    Unsupported,
+    not_supported,
+    refuse_unsupported,
+    unsupported_fields,
+)
 
 Natural = Annotated[int, Meta(ge=0, lt=2**31)]
 Positive = Annotated[int, Meta(ge=1, lt=2**31)]
@@ -16,22 +22,13 @@ TokenId = Natural
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
 LONGEST_SALT = 1024  # characters
-# fields of vLLM that are not supported, with the value that changes nothing, if there is one
-NEUTRAL: dict[str, Any] = {
-    "priority": 0,
-    "use_beam_search": False,
-    "length_penalty": 1,
-    "early_stopping": False,
-    "spaces_between_special_tokens": True,
-    "logits_processors": None,
-    "guided_grammar": None,
-    "guided_decoding_backend": None,
-    "guided_whitespace_pattern": None,
-    "return_token_ids": False,
-    "return_tokens_as_token_ids": False,
-    "kv_transfer_params": None,
-    "vllm_xargs": None,
-}
+_FORMATS = "send structured_outputs with json, regex or choice instead"
+_KINDS = "send json, regex or choice instead"
+_DOCUMENTS = "a chat template that reads documents has them from chat_template_kwargs"
+_TEMPLATE = "start the server with --chat-template FILE"
+_SPECIAL = "the chat template writes special tokens"
+_UNRANKED = "choices are not ranked"
+_TEXT_ONLY = Unsupported(instead="this model takes text only")
 _Stop = str | list[str]
 _Choice = Annotated[list[str], Meta(min_length=1)]
 
@@ -49,6 +46,12 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
     regex: str | None = None
     choice: _Choice | None = None
+    grammar: Annotated[Any, Unsupported(instead=_KINDS)] = None
+    structural_tag: Annotated[Any, Unsupported(instead=_KINDS)] = None
+    whitespace_pattern: Annotated[Any, Unsupported()] = None
+    disable_fallback: Annotated[Any, Unsupported(neutral=False)] = None
+    disable_any_whitespace: Annotated[Any, Unsupported(neutral=False)] = None
+    disable_additional_properties: Annotated[Any, Unsupported(neutral=False)] = None
 
 
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -85,20 +88,27 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: _Choice | None = None
-    # vLLM's too: see NEUTRAL
-    priority: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    early_stopping: Any = None
-    spaces_between_special_tokens: Any = None
-    logits_processors: Any = None
-    guided_grammar: Any = None
-    guided_decoding_backend: Any = None
-    guided_whitespace_pattern: Any = None
-    return_token_ids: Any = None
-    return_tokens_as_token_ids: Any = None
-    kv_transfer_params: Any = None
-    vllm_xargs: Any = None
+    # vLLM's too, of this and earlier versions
+    priority: Annotated[Any, Unsupported(neutral=0)] = None
+    request_id: Annotated[Any, Unsupported(instead="the answer has an id of its own")] = None
+    use_beam_search: Annotated[Any, Unsupported(neutral=False)] = None
+    length_penalty: Annotated[Any, Unsupported(neutral=1)] = None
+    early_stopping: Annotated[Any, Unsupported(neutral=False)] = None
+    repetition_detection: Annotated[Any, Unsupported()] = None
+    thinking_token_budget: Annotated[Any, Unsupported(neutral=-1)] = None
+    logits_processors: Annotated[Any, Unsupported()] = None
+    spaces_between_special_tokens: Annotated[Any, Unsupported(neutral=True)] = None
+    truncation_side: Annotated[Any, Unsupported(neutral="left")] = None
+    return_token_ids: Annotated[Any, Unsupported(neutral=False)] = None
+    return_tokens_as_token_ids: Annotated[Any, Unsupported(neutral=False)] = None
+    return_token_offsets: Annotated[Any, Unsupported(neutral=False)] = None
+    guided_grammar: Annotated[Any, Unsupported(instead=_FORMATS)] = None
+    structural_tag: Annotated[Any, Unsupported(instead=_FORMATS)] = None
+    guided_decoding_backend: Annotated[Any, Unsupported()] = None
+    guided_whitespace_pattern: Annotated[Any, Unsupported()] = None
+    kv_transfer_params: Annotated[Any, Unsupported()] = None
+    ec_transfer_params: Annotated[Any, Unsupported()] = None
+    vllm_xargs: Annotated[Any, Unsupported()] = None
     # accepted and without effect here
     user: Any = None
     metadata: Any = None
@@ -106,6 +116,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
 
@@ -131,6 +142,9 @@ class CompletionBody(GenerationBody, kw_only=True):
     logprobs: Annotated[int, Meta(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Positive | None = None
     add_special_tokens: bool | None = None
+    # vLLM's too
+    prompt_embeds: Annotated[Any, Unsupported(instead="send a text or token ids as prompt")] = None
+    prompt_token_ids: Annotated[Any, Unsupported(instead="send the token ids as prompt")] = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -148,6 +162,24 @@ class ChatBody(GenerationBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     modalities: list[str] | None = None
+    # OpenAI's too
+    functions: Annotated[Any, Unsupported(instead="send tools instead")] = None
+    function_call: Annotated[Any, Unsupported(instead="send tool_choice instead")] = None
+    audio: Annotated[Any, Unsupported(instead="this model generates text only")] = None
+    prediction: Annotated[Any, Unsupported(instead="it changes no answer")] = None
+    moderation: Annotated[Any, Unsupported()] = None
+    web_search_options: Annotated[Any, Unsupported()] = None
+    # vLLM's too
+    best_of: Annotated[Any, Unsupported(neutral=1, instead=_UNRANKED)] = None
+    echo: Annotated[Any, Unsupported(neutral=False)] = None
+    documents: Annotated[Any, Unsupported(instead=_DOCUMENTS)] = None
+    chat_template: Annotated[Any, Unsupported(instead=_TEMPLATE)] = None
+    add_special_tokens: Annotated[Any, Unsupported(neutral=False, instead=_SPECIAL)] = None
+    include_reasoning: Annotated[Any, Unsupported(neutral=True)] = None
+    mm_processor_kwargs: Annotated[Any, _TEXT_ONLY] = None
+    media_io_kwargs: Annotated[Any, _TEXT_ONLY] = None
+    return_prompt_text: Annotated[Any, Unsupported(neutral=False)] = None
+    return_assistant_tokens_mask: Annotated[Any, Unsupported(neutral=False)] = None
     # accepted and without effect here
     verbosity: Any = None
 
@@ -223,13 +255,15 @@ def decoded(data: bytes, kind: type[_Body], most_values: int) -> _Body:
             "(--limits.body-values); send less at once",
         )
     try:
-        return msgspec.json.decode(data, type=kind)
+        body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as reason:
         raise _invalid(str(reason), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as reason:
         raise bad_request(f"the request body is not valid JSON: {reason}") from None
     except RecursionError:
         raise bad_request("the request body is nested too deeply") from None
+    refuse_unsupported(body)
+    return body
 
 
 def json_values(data: bytes) -> int:
@@ -256,9 +290,7 @@ _BLOCK = 1 << 20
 def _invalid(message: str, kind: type[msgspec.Struct]) -> ApiError:
     unknown = message.startswith("Object contains unknown field")
     if unknown and " - at " not in message:
-        name = message.split("`")[1]
-        known = kind.__struct_fields__
-        return bad_request(f"unknown field '{name}'{did_you_mean(name, known)}", name)
+        return _unknown(message.split("`")[1], kind)
     if message.startswith("Object missing required field") and " - at " not in message:
         name = message.split("`")[1]
         return bad_request(f"the request body has no field '{name}', which is required", name)
@@ -267,6 +299,32 @@ def _invalid(message: str, kind: type[msgspec.Struct]) -> ApiError:
     return bad_request(f"request body: {readable}", field_of(message))
 
 
+def _unknown(name: str, kind: type[msgspec.Struct]) -> ApiError:
+    for other, route in _ROUTES.items():
+        if kind not in _ROUTES or name not in other.__struct_fields__:
+            continue
+        if name in unsupported_fields(other):
+            return not_supported(name, Unsupported())
+        instead = f"send {_COUNTERPARTS[name]}" if name in _COUNTERPARTS else "leave it out"
+        return bad_request(
+            f"'{name}' is a field of {route}, not of {_ROUTES[kind]}; {instead}", name
+        )
+    hint = did_you_mean(name, kind.__struct_fields__, at_least=_TYPO)
+    return bad_request(f"unknown field '{name}'{hint}", name)
+
+
+_TYPO = 0.75  # likeness: fields of other servers are often alike and mean something else
+_ROUTES: dict[type[msgspec.Struct], str] = {
+    CompletionBody: "/v1/completions",
+    ChatBody: "/v1/chat/completions",
+}
+# fields that the other route has by another name
+_COUNTERPARTS = {
+    "prompt": "messages",
+    "messages": "prompt",
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+}
 _TYPES = {
     "str": "a text",
     "int": "a whole number",

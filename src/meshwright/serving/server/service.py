@@ -5,7 +5,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -18,7 +17,7 @@ from meshwright.serving.defaults import Defaults, answer_stops
 from meshwright.serving.device_sampling import MAX_BIAS
 from meshwright.serving.request import AnyEngine, Completion, Delta, Request, request_id
 from meshwright.serving.sampling import Sampling
-from meshwright.serving.server.bodies import MOST_LOGPROBS, NEUTRAL, GenerationBody
+from meshwright.serving.server.bodies import MOST_LOGPROBS, GenerationBody
 from meshwright.serving.server.errors import ApiError, bad_request, unavailable
 from meshwright.serving.server.logprobs import LogprobWriter
 from meshwright.serving.server.metrics import Metrics
@@ -256,7 +255,6 @@ class Service:
         self.check_tokens(body.stop_token_ids or (), "stop_token_ids")
         self.check_tokens(tuple(body.logit_bias or ()), "logit_bias")
         self.check_tokens(body.allowed_token_ids or (), "allowed_token_ids")
-        check_neutral(body)
         stop_tokens = frozenset(body.stop_token_ids or ())
         sampling = _sampling(body, self.defaults.sampling)
         allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
@@ -427,17 +425,6 @@ class Service:
                 yield index, result
         finally:
             await _cancel(tasks)
-
-
-def check_neutral(body: GenerationBody) -> None:
-    """Refuse fields of vLLM that are not supported, unless they change nothing."""
-    for name, neutral in NEUTRAL.items():
-        value = getattr(body, name)
-        if value is not None and value != neutral:
-            alternative = "" if neutral is None else f", or send {json.dumps(neutral)}"
-            raise bad_request(
-                f"{name} is not supported by this server; leave it out{alternative}", name
-            )
 
 
 def check_stops(texts: Sequence[str], param: str) -> None:
