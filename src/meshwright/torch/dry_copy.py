@@ -43,7 +43,7 @@ class DryCopy:
 
 
 def _without_matrices(model: nn.Module, generator: torch.Generator) -> nn.Module:
-    """A copy in float32 on the CPU; large parameters repeat one row, which takes no memory."""
+    """A copy in float32 on the CPU; large parameters repeat one slice, which takes no memory."""
 
     def values(tensor: torch.Tensor, is_param: bool) -> torch.Tensor:
         if not is_param and not tensor.is_meta:

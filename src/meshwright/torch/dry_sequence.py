@@ -62,13 +62,13 @@ def _compare(
     in_training: bool,
 ) -> tuple[frozenset[str], str | None]:
     """The parameters that are used on parts of the sequence, and what is wrong, if anything."""
-    gathered = split.blocks - frozenset(first_blocks)
-    takes = {_input_of(path) for path in gathered} | {head}
-    rows = {path for path in split.layers if path.rpartition(".")[0] in split.blocks}
-    rows -= split.readers
-    gives = {_input_of(path) for path in first_blocks} | rows
+    inner_blocks = split.blocks - frozenset(first_blocks)
+    takes = {_input_of(path) for path in inner_blocks} | {head}
+    last_layers = {path for path in split.layers if path.rpartition(".")[0] in split.blocks}
+    last_layers -= split.readers
+    gives = {_input_of(path) for path in first_blocks} | last_layers
     try:
-        dry = _SequencePasses(model, [*gathered, *first_blocks], tp, example, in_training)
+        dry = _SequencePasses(model, [*inner_blocks, *first_blocks], tp, example, in_training)
         for rank in (0, tp - 1):
             cut = Cut(frozenset(takes), frozenset(gives), SEQUENCE, rank, tp)
             run = dry.run_part(cut)
@@ -87,7 +87,8 @@ def _compare(
         text = str(reason).partition("\n")[0]
         name = type(reason).__name__
         return frozenset(), f"the code fails on a part of the sequence with {name}: {text}"
-    on_parts, on_complete = dry.parameters_of(takes), dry.parameters_of(takes | rows, others=True)
+    on_parts = dry.parameters_of(takes)
+    on_complete = dry.parameters_of(takes | last_layers, others=True)
     if both := on_parts & on_complete:
         return frozenset(), f"{min(both)} is used on the complete sequence and on parts of it"
     return on_parts, None
