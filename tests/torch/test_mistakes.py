@@ -55,7 +55,7 @@ def told(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         ("--processes 2 --mesh dp=-1,tp=2 --seq 63 --compute.sequence-parallel",
          "seq=62 or 64 would fit"),
         ("--processes 2 --mesh auto --batch 7 --accumulation 2",
-         "batch=4 or 8 would fit"),
+         "would fit, or batch=4 or 8"),
         ("--compute.matmul fp8", "leave it out: PyTorch runs in bfloat16"),
         ("--compute.overlap on", "leave it out: FSDP2 always overlaps"),
         ("--compute.remat offload", "give none, or full"),
