@@ -16,12 +16,12 @@ class DryCopy:
     def __init__(self, model: nn.Module, generator: torch.Generator, in_training: bool) -> None:
         """`in_training`: also with all modules in training, and with those that are so now."""
         self.model = _without_matrices(model, generator)
-        given = self._flags()
+        flags_now = self._flags()
         self.model.eval()
         modes = [self._flags()]
         if in_training:
             self.model.train()
-            modes += [self._flags(), given]
+            modes += [self._flags(), flags_now]
         self._modes = list(dict.fromkeys(modes))
         self._buffers = [(module, dict(module._buffers)) for module in self.model.modules()]
         self._values = [

@@ -123,7 +123,7 @@ class DryPasses:
 
     def differing_gradients(self, run: Run, cut: Cut) -> set[str]:
         """The modules and parameters whose gradients are not those of the complete run."""
-        found = set()
+        differing = set()
         for of_parts in (False, True):
             complete = self._gradients(self.complete, cut, of_parts)
             for (path, number), gradient in self._gradients(run, cut, of_parts).items():
@@ -131,8 +131,8 @@ class DryPasses:
                 if path in cut.gives and wanted is not None:
                     wanted = cut.of(wanted)
                 if not same(gradient, wanted):
-                    found.add(path)
-        return found
+                    differing.add(path)
+        return differing
 
     def _gradients(self, run: Run, cut: Cut, of_parts: bool) -> dict[Call, torch.Tensor | None]:
         """Of what the inputs that are parts, or all others, weigh: by outputs and parameters.
@@ -203,12 +203,12 @@ class DryPasses:
             shape = value.shape[:-1] if isinstance(module, nn.Linear) else value.shape
             call = (path, self.run.calls[path])
             self.run.inputs[call], self.run.given[call] = value * 1, value
-            given = self.give(path, lambda: self._random((*shape, width)))
+            output = self.give(path, lambda: self._random((*shape, width)))
             if self._cut is not None and self._cut.dim != -1:
-                return given  # it may take a part of the sequence and give all of it
-            if given.shape[:-1] != shape:
+                return output  # it may take a part of the sequence and give all of it
+            if output.shape[:-1] != shape:
                 raise MismatchError(path)
-            return given
+            return output
 
         return forward
 

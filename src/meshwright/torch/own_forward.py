@@ -72,8 +72,8 @@ def _in_parts(module: Any, kind: str, tp: int, is_training: bool) -> tuple[str |
     except Exception as reason:  # whatever the class raises
         return f"cannot be checked on parts: with one input it raises {type(reason).__name__}", True
     if not isinstance(complete, torch.Tensor):
-        what = type(complete).__name__
-        return f"cannot be checked on parts: it returns a {what}, not a tensor", True
+        output_type = type(complete).__name__
+        return f"cannot be checked on parts: it returns a {output_type}, not a tensor", True
     if kind == "whole":
         return None, is_random
     try:
